@@ -75,7 +75,7 @@ def test_order_statistics_draw_what_brute_force_draws(
     assert ks_2samp(brute_force(dimension, std, draws, seed=4), quick).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("exponents", [[3.0], [1.0, 4.0], [-3.0, 5.0], [-4.0, -2.0], [0.0, 2.0]])
+@pytest.mark.parametrize("exponents", [[3.0], [1.0, 4.0], [0.0, 2.0]])
 def test_joint_draws_agree_with_brute_force(exponents: list[float]) -> None:
     """Linear and exponential sums together: marginals, and the correlation between them."""
     rng, dimension = np.random.default_rng(7), 1500

@@ -22,7 +22,7 @@ from shuffled_dpsgd.accounting.exact import (
     examine_pair,
 )
 from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
-from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair, vector_pair
+from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
 from shuffled_dpsgd.accounting.units import UnitComparison, compare_units
@@ -62,6 +62,5 @@ __all__ = [
     "examine_pair",
     "paper_claim",
     "spike_pair",
-    "vector_pair",
     "what_it_means",
 ]

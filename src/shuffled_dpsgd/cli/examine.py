@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +22,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shuffled_dpsgd.accounting import Examination, Pair, PrivacyClaim
+    from shuffled_dpsgd.accounting import Examination, PrivacyClaim
 
 
 @verb(
@@ -44,17 +42,14 @@ def examine(
     dataset_size: DatasetSize = None,
     batch_size: BatchSize = None,
     epochs: Epochs = None,
-    vectors: Annotated[
-        Path | None, typer.Option(help='Also examine a JSON file {"first": […], "second": […]}.')
-    ] = None,
     draws: Annotated[int, typer.Option(min=2, help="Draws per direction.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Hold the paper's claim for one step against the exact truth, even with an ideal shuffle.
 
-    The theorem's own worst-case pair, constant vectors, and vectors of your own: the true δ in both
-    directions with confidence intervals, and what is proven for the whole run.
+    The theorem's own worst-case pair and constant vectors: the true δ in both directions with
+    confidence intervals, and what is proven for the whole run.
     """
     prob, steps = resolve_sampling(
         sampling_prob=sampling_prob,
@@ -65,7 +60,7 @@ def examine(
     )
     run = {"sampling_prob": prob, "num_steps": steps, "delta": delta}
     claim = _claim(epsilon, noise_multiplier, run, dimension=dimension, batch_clip=batch_clip)
-    result, found = _examine(claim, _pairs(dimension, batch_clip, vectors), draws, seed)
+    result, found = _examine(claim, draws, seed)
     if as_json:
         print_json(result)
         return
@@ -73,14 +68,23 @@ def examine(
 
 
 def _examine(
-    claim: PrivacyClaim, pairs: Sequence[Pair], draws: int, seed: int
+    claim: PrivacyClaim, draws: int, seed: int
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
-    from shuffled_dpsgd.accounting import certified_bracket, certified_claim, examine_pair
+    from shuffled_dpsgd.accounting import (
+        certified_bracket,
+        certified_claim,
+        constant_pair,
+        examine_pair,
+        spike_pair,
+    )
     from shuffled_dpsgd.accounting.bracket import CONDITIONS, STATEMENT
 
     inputs = claim.inputs
     step = {name: inputs[name] for name in ("noise_multiplier", "step_epsilon", "step_delta")}
+    pairs = [
+        make(inputs["dimension"], inputs["batch_clip"]) for make in (spike_pair, constant_pair)
+    ]
     found = [examine_pair(pair, **step, draws=draws, seed=seed) for pair in pairs]
     run = {name: inputs[name] for name in ("noise_multiplier", "sampling_prob", "num_steps")}
     run["delta"] = claim.delta
@@ -125,23 +129,6 @@ def _claim(
             remedy="without noise there is no claim to examine",
         )
     return paper_claim(noise_multiplier=noise, **run, **of_theorem)
-
-
-def _pairs(dimension: int, batch_clip: float, vectors: Path | None) -> list[Pair]:
-    from shuffled_dpsgd.accounting import constant_pair, spike_pair, vector_pair
-
-    pairs: list[Pair] = [spike_pair(dimension, batch_clip), constant_pair(dimension, batch_clip)]
-    if vectors is not None:
-        try:
-            given = json.loads(vectors.read_text())
-            pairs.append(vector_pair(given["first"], given["second"]))
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InvalidArgumentError(
-                "vectors",
-                expected='a JSON file {"first": [numbers], "second": [numbers]}',
-                got=f"{vectors}: {error}",
-            ) from error
-    return pairs
 
 
 def _print(claim: PrivacyClaim, result: dict[str, Any], found: Sequence[Examination]) -> None:

@@ -17,7 +17,7 @@ al. 2022).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -43,7 +43,6 @@ from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
 from shuffled_dpsgd.auditing.verdict import require
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
 from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -220,83 +219,6 @@ class BlackBoxReport:
         return {**shown, "largest_one_run_bound": {"epsilon": max(bounds), "kind": "measured"}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeedRuns:
-    """The losses of every canary after one seed's run of every arm, and who was in."""
-
-    index: int
-    included: NDArray[np.bool_]
-    losses: Mapping[str, Floats]
-    plan: PrivacyPlan
-
-
-class BlackBoxRuns:
-    """Trains every arm of any seed; canaries and coins are the same in all arms of a seed."""
-
-    def __init__(self, start: Start, target: AuditTarget, setting: BlackBoxSetting) -> None:
-        self._start, self._setting = start, setting
-        self._losses, self._records = target.losses, target.data
-        self._collate = target.collate or default_collate
-        self._canaries: list[Any] = []
-
-    def run(self, index: int) -> SeedRuns:
-        """Seed number `index`, whichever others are run, and where."""
-        setting, num_records = self._setting, len(self._records)
-        coins = np.random.default_rng([setting.seed, 8]).random((index + 1, setting.num_canaries))
-        included = coins[index] < 0.5
-        left_out = num_records + np.flatnonzero(~included)
-        found: dict[str, Floats] = {}
-        plans: dict[str, PrivacyPlan] = {}
-        for name, changes in ARMS.items():
-            size, seed = num_records + setting.num_canaries, 1000 * setting.seed + index
-            private = self._start(size, seed, changes)
-            private.sampler = Leaving(private.sampler, left_out)
-            plans[name] = private.plan
-            found[name] = self._train_and_query(private)
-        return SeedRuns(index=index, included=included, losses=found, plan=plans["on"])
-
-    def _train_and_query(self, private: PrivateTraining) -> Floats:
-        """The loss of every canary under the released model."""
-        if not self._canaries:
-            rng = np.random.default_rng([self._setting.seed, 7])
-            kind, count = self._setting.input_canary, self._setting.num_canaries
-            self._canaries = plant(kind, self._records, count, rng, private.model)
-        data = Extended(self._records, self._canaries)
-        train(private, data, self._losses, self._collate)
-        private.release()
-        queried = losses_of(private, self._canaries, self._losses, self._collate)
-        private.close()
-        return queried
-
-
-def gather_seeds(
-    found: Sequence[SeedRuns],
-    setting: BlackBoxSetting,
-    *,
-    seconds: float,
-    confidence: float = 0.95,
-) -> BlackBoxReport:
-    """The report on the seeds that were run, in the order of their numbers."""
-    if len(found) < LEAST_SEEDS:
-        raise InvalidArgumentError(
-            "seeds", expected=f"at least {LEAST_SEEDS} that were run", got=len(found)
-        )
-    ordered = sorted(found, key=lambda one: one.index)
-    included = np.stack([one.included for one in ordered])
-    plan = ordered[0].plan
-    return BlackBoxReport(
-        setting=setting,
-        plan=plan_json(plan),
-        arms={
-            name: Arm(losses=np.stack([one.losses[name] for one in ordered]), included=included)
-            for name in ARMS
-        },
-        confidence=confidence,
-        seconds=seconds,
-        claims=claims_of(plan),
-    )
-
-
 def audit_black_box(
     start: Start,
     target: AuditTarget,
@@ -305,13 +227,44 @@ def audit_black_box(
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
 ) -> BlackBoxReport:
-    """Every arm with every seed, one after the other."""
-    started = time.perf_counter()
-    runs = BlackBoxRuns(start, target, setting)
-    found = []
+    """Every arm with every seed; canaries and coins are the same in all arms of a seed."""
+    started, num_records = time.perf_counter(), len(target.data)
+    coins = np.random.default_rng([setting.seed, 8])
+    included = coins.random((setting.num_seeds, setting.num_canaries)) < 0.5
+    losses: dict[str, list[Floats]] = {name: [] for name in ARMS}
+    plans: dict[str, PrivacyPlan] = {}
+    canaries: list[Any] = []
     for index in range(setting.num_seeds):
-        found.append(runs.run(index))
+        for name, changes in ARMS.items():
+            size, seed = num_records + setting.num_canaries, 1000 * setting.seed + index
+            private = start(size, seed, changes)
+            left_out = num_records + np.flatnonzero(~included[index])
+            private.sampler = Leaving(private.sampler, left_out)
+            plans[name] = private.plan
+            if not canaries:
+                rng = np.random.default_rng([setting.seed, 7])
+                kind, count = setting.input_canary, setting.num_canaries
+                canaries = plant(kind, target.data, count, rng, private.model)
+            losses[name].append(_train_and_query(private, target, canaries))
         if on_progress is not None:
             on_progress(index + 1, setting.num_seeds)
-    seconds = time.perf_counter() - started
-    return gather_seeds(found, setting, seconds=seconds, confidence=confidence)
+    return BlackBoxReport(
+        setting=setting,
+        plan=plan_json(plans["on"]),
+        arms={
+            name: Arm(losses=np.stack(found), included=included) for name, found in losses.items()
+        },
+        confidence=confidence,
+        seconds=time.perf_counter() - started,
+        claims=claims_of(plans["on"]),
+    )
+
+
+def _train_and_query(private: PrivateTraining, target: AuditTarget, canaries: list[Any]) -> Floats:
+    """The loss of every canary under the released model."""
+    collate = target.collate or default_collate
+    train(private, Extended(target.data, canaries), target.losses, collate)
+    private.release()
+    queried = losses_of(private, canaries, target.losses, collate)
+    private.close()
+    return queried

@@ -39,7 +39,7 @@ NOT_RUN = {
 NEVER_CAUGHT = (
     "a clip that is not respected, or sums that carry over: audit sensitivity",
     "noise missing on one small tensor: the referee of every run",
-    "shadow models for every record: audit blackbox, on the digits; real_audits, on text",
+    "shadow models for every record: audit blackbox",
     "a true ε between the largest bound below and the certified one",
     "random numbers an adversary can predict, and whatever happens outside this training loop",
 )

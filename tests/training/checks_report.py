@@ -29,7 +29,7 @@ from training import healthy_zoo, planted_mixing
 
 COMMAND = "python tests/training/checks_report.py results/checks.json {part} {size}"
 # The steps of a run of each model of the zoo: several short runs, because most is looked at first.
-STEPS_OF_A_RUN = 60
+STEPS_OF_A_RUN = 100
 
 
 def planted(runs: int) -> Iterator[dict[str, Any]]:

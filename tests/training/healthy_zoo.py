@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 from shuffled_dpsgd.training import PrivateTraining, make_private
 
 RECORDS, EXPECTED, PHYSICAL, CLASSES, WORDS = 200, 16, 12, 3, 40
-RATE = 1 / 4
+RATE = 1 / 16
 Make = Callable[[], nn.Module]
 
 

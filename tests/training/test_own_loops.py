@@ -219,8 +219,9 @@ def test_a_schedule_cannot_follow_the_training_loss() -> None:
     metrics = private.last_metrics
     assert metrics is not None
     assert metrics.loss is not None
-    with pytest.raises(InvalidArgumentError, match="without noise"):
-        plateau.step(metrics.loss)
+    for seen in (metrics.loss, sum([metrics.loss, metrics.loss]) / 2, 1.0 - metrics.loss * 0.5):
+        with pytest.raises(InvalidArgumentError, match="without noise"):
+            plateau.step(seen)
     assert json.loads(json.dumps(metrics.to_json()))["loss"] == metrics.loss
     assert f"{metrics.loss:.3f}" == f"{metrics.loss + 0.0:.3f}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 class Unnoised(float):
     """A number computed from the records without noise: to look at, not to steer by.
 
-    It prints, sums and goes into JSON as any other. What takes it for a plain number by `float()`,
-    as `ReduceLROnPlateau` does, is refused: a choice made by it is a release that no ε covers.
+    It prints, sums and goes into JSON as any other, and so does what is computed from it. What
+    takes it for a plain number by `float()`, as `ReduceLROnPlateau` does, is refused: a choice made
+    by it is a release that no ε covers.
 
-    >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1
-    ('0.2', True)
+    >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1, type(sum([Unnoised(0.25)]) / 2).__name__
+    ('0.2', True, 'Unnoised')
     """
 
     __slots__ = ()
@@ -38,6 +39,21 @@ class Unnoised(float):
             remedy="let no schedule, early stopping or choice of weights read it; to write it "
             "down, print it or put it into JSON as it is",
         )
+
+
+def _keeping(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of plain numbers whose result has no noise either."""
+
+    def method(*numbers: Any) -> Any:
+        found = operation(*numbers)
+        return found if found is NotImplemented else Unnoised(found)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Unnoised, _method, _keeping(getattr(float, _method)))
 
 
 def _unnoised(value: float | None) -> Unnoised | None:

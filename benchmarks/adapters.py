@@ -7,6 +7,7 @@ losses, backward, whatever makes it private, and AdamW. Only that function is ti
 - `ours` is the clipping engine with noise, division and AdamW; a variant is a strategy.
 - `training` is what users meet: `make_private`, its step and all its checks, shuffle included.
 - `opacus:hooks` has per-sample gradients by hooks, `opacus:ghost` clips with two backward passes.
+- `opake` has per-sample gradients by torch.func, with its patches of Hugging Face's models.
 
 `compiled` compiles forward and losses as one graph. `sharded` puts the model under `fully_shard` in
 a launch of one rank: what FSDP's hooks and copies cost, and what of ours is done otherwise.
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ NUM_STEPS = 1_000_000
 ADAPTERS = (
     "plain", "plain:compiled", "plain:sharded", "ours", "ours:compiled", "ours:ghost", "ours:mixed",
     "ours:instantiate", "training", "training:compiled", "training:sharded", "opacus:hooks",
-    "opacus:ghost",
+    "opacus:ghost", "opake",
 )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ class Setting:
 def build(name: str, model: nn.Module, setting: Setting) -> Step:
     """The step of the adapter called `name`."""
     family, _, variant = name.partition(":")
-    makers = {"plain": plain, "ours": ours, "training": training, "opacus": opacus}
+    makers = {"plain": plain, "ours": ours, "training": training, "opacus": opacus, "opake": opake}
     if name not in ADAPTERS:
         raise SystemExit(f"adapter {name!r}: expected one of {', '.join(ADAPTERS)}")
     return makers[family](model, setting, variant)
@@ -205,6 +207,46 @@ def opacus(model: nn.Module, setting: Setting, variant: str) -> Step:
             DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
         else:
             losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def opake(model: nn.Module, setting: Setting, variant: str) -> Step:
+    """Opake, with its own clip and noise. It refuses Hugging Face's models that it does not patch."""
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.dpsgd.noise import gaussian_noise
+    from opake.patches import apply_model_patches, apply_runtime_patches
+    from opake.random import key
+
+    apply_runtime_patches()
+    apply_model_patches(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = setting.optimizer(model)
+
+    def loss_of_one(weights: dict[str, Tensor], one: Batch) -> Tensor:
+        def run(**inputs: Tensor) -> Any:
+            return torch.func.functional_call(model, weights, (), inputs)
+
+        with setting.autocast():
+            return setting.workload.losses(run, {n: t.unsqueeze(0) for n, t in one.items()}).sum()
+
+    clipped, clip_state = clipped_grad(
+        loss_of_one,
+        clipping_norm=CLIP_NORM,
+        batch_argnums=1,
+        normalize_by=float(setting.workload.batch_size),
+    )
+    noised, noise_state = gaussian_noise(noise_multiplier=NOISE_MULTIPLIER, key=key(0))
+
+    def step(batch: Batch) -> None:
+        nonlocal clip_state, noise_state
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        grads, clip_state = clipped(weights, batch, state=clip_state)
+        private, noise_state = noised(grads, noise_state)
+        for name, grad in private.pytree.items():
+            parameters[name].grad = grad
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -26,7 +26,7 @@ def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
         "date": today(),
         **machine(str(device)),
         "torch_threads": torch.get_num_threads(),
-        "versions": versions(("torch", "triton", "transformers", "opacus")),
+        "versions": versions(("torch", "triton", "transformers", "opacus", "opake-dpsgd")),
         "bfloat16_autocast": bfloat16,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "backends": backends.report(),

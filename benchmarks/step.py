@@ -35,7 +35,7 @@ from benchmarks.workloads import DEFAULT_ADAPTERS, SUITES
 HERE = Path(__file__).resolve().parent
 BEFORE, AGAIN = "@before", "@before again"
 # Whom the others are compared with; besides, every side of an earlier tree.
-BASELINES = ("plain", "plain:compiled", "opacus:ghost")
+BASELINES = ("plain", "plain:compiled", "opacus:ghost", "opake")
 HOST_STEPS = 5
 Entry = dict[str, Any]
 
@@ -251,7 +251,9 @@ def main(given: Sequence[str] | None = None) -> int:
             add(options.json, document)
         for entry in document["measurements"]:
             print(describe(entry), flush=True)
-            failed |= entry["error"] is not None and not entry["adapter"].startswith("opacus")
+            failed |= entry["error"] is not None and not entry["adapter"].startswith(
+                ("opacus", "opake")
+            )
     return 1 if failed else 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class Workload:
             labels = torch.randint(2, classes, generator=generator)
         return {name: tensor.to(device) for name, tensor in {**inputs, "labels": labels}.items()}
 
-    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """(B,) losses; a language model's is the mean over its tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits, labels = model(**inputs).logits, batch["labels"]

@@ -20,7 +20,7 @@ from shuffled_dpsgd.clipping.arguments import (
 )
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.batch_checks import BatchChecks
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
@@ -35,6 +35,7 @@ from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
 from shuffled_dpsgd.runtime.structure import Structure
 
@@ -105,7 +106,7 @@ class ClippingEngine:
         refusals.refuse_scripted(model)
         refusals.check_quantized(model)
         self._structure = Structure(model)
-        self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
+        self._recorder = CaptureRecorder(self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
         self._slots = build.build_slots(model, self._recorder)
@@ -113,10 +114,11 @@ class ClippingEngine:
         if sharding is not None:
             refusals.refuse_sharded(self._slots, sharding.modules, strategy)
         shapes = {name: p.shape for name, p in self._parameters.items()}
-        self._rule = make_rule(
+        rule = make_rule(
             self._slots, shapes, owned, clip=clip, clip_norm=self.clip_norm, strategy=strategy
         )
-        self._schedule = schedule_for(strategy, self._rule, sharding)
+        self._schedule = schedule_for(strategy, rule, sharding)
+        self._recorder.receive = self._schedule.receive
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._gradients: list[Any] = []
@@ -132,13 +134,14 @@ class ClippingEngine:
             numbers_are_means=loss_reduction == "mean",
             sharding=sharding,
         )
-        self.witness = self._checks.witness
         self._referee: Referee | None = None
         if sharding is None:
             self._referee = self._own_referee(check_rate)
             self.use_referee(self._referee)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
+        # The latest batch whose checks are over.
+        self._settled: CapturedBatch | None = None
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -227,6 +230,11 @@ class ClippingEngine:
         self._settle_check()
 
     @property
+    def witness(self) -> Witness:
+        """What listens to the model for whoever runs a batch once more."""
+        return self._checks.witness
+
+    @property
     def clock(self) -> Clock:
         """What times the parts of a step; whoever times a run puts a clock of theirs here."""
         return self._checks.clock
@@ -239,7 +247,7 @@ class ClippingEngine:
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
         self._settle_check()
-        norms = self._rule.totals.norms
+        norms = self._schedule.rule.totals.norms
         return torch.cat(norms) if norms else torch.zeros(0)
 
     def read_norms(self, *others: Tensor) -> list[Tensor]:
@@ -311,7 +319,7 @@ class ClippingEngine:
     @property
     def clip_groups(self) -> list[list[str]]:
         """Names of the parameters that are clipped together."""
-        return [list(group.shapes) for group in self._rule.groups]
+        return [list(group.shapes) for group in self._schedule.rule.groups]
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name.
@@ -334,7 +342,7 @@ class ClippingEngine:
                 got="ordinary gradients only",
                 remedy="wrap the forward and backward, and clear the gradients with zero_grad()",
             )
-        return dict(self._rule.totals.sums)
+        return dict(self._schedule.rule.totals.sums)
 
     def expect_samples(self, *, any_count: bool) -> None:
         """Say whether any sample of the next batch is going to count."""
@@ -345,11 +353,11 @@ class ClippingEngine:
 
         Linear maps are decided anew by every call; the plan shows the latest.
         """
-        return describe(self._rule.groups, self._rule.choose)
+        return describe(self._schedule.rule.groups, self._schedule.rule.choose)
 
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""
-        self._rule.totals.clear()
+        self._schedule.rule.totals.clear()
         self._checks.forget()
         if self._is_half_done():
             self._recorder.latest = None
@@ -405,17 +413,13 @@ class ClippingEngine:
                 remedy="call reset() and repeat the step; going on could count a sample twice",
             )
 
-    def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        if batch.size > 0:
-            self._schedule.receive(batch, entry)
-
     def _finish(self, batch: CapturedBatch) -> None:
         if batch.size > 0:
             self._checks.check_late(batch)
             with self.clock.part("settle"):
                 self._schedule.finish(batch)
             if batch.closed:
-                self._checks.finish(batch, self._rule.totals.norms[-1])
+                self._checks.finish(batch, self._schedule.rule.totals.norms[-1])
         refusals.refuse_stray_gradients(self._parameters, self._gradients)
 
     def _settle_check(self) -> None:
@@ -427,6 +431,8 @@ class ClippingEngine:
         """
         latest = self._recorder.latest
         is_over = latest is None or latest.closed
+        if is_over and latest is self._settled:
+            return
         try:
             self._checks.settle()
             if self._referee is not None and is_over:
@@ -436,6 +442,7 @@ class ClippingEngine:
             raise
         finally:
             if is_over:
+                self._settled = latest
                 self._reshard()
 
     def _own_referee(self, rate: float) -> Referee:

@@ -98,9 +98,10 @@ class ShuffledGaussianMechanism:
         norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
         if self._total is not None:
             norms = self._total(norms.square()).sqrt()
-        before: dict[str, torch.Tensor] = {}
+        before, stds = dict[str, torch.Tensor](), dict[str, float]()
         for block, norm in zip(plan.blocks, norms, strict=True):
             before[block.name] = norm
+            stds |= dict.fromkeys(block.parameters, block.noise_std(plan.clip_norm))
             if block.batch_clip_norm is not None:
                 # On the device, so that it need not be waited for. Times one changes no bit.
                 factor = torch.where(
@@ -108,7 +109,6 @@ class ShuffledGaussianMechanism:
                 )
                 for name in block.parameters:
                     sums[name].mul_(factor.to(sums[name].dtype))
-        stds = {n: b.noise_std(plan.clip_norm) for b in plan.blocks for n in b.parameters}
         stds = {name: stds[name] for name in sums}
         places = number(sums) if self._places is None else self._places
         divide_by = float(plan.expected_batch_size)

@@ -18,7 +18,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation import gpu, sharded
 from shuffled_dpsgd.permutation.drawing import Permutation
 from shuffled_dpsgd.permutation.spec import PermutationSpec
-from shuffled_dpsgd.runtime.backends import took
+from shuffled_dpsgd.runtime.backends import TAKEN
 from shuffled_dpsgd.runtime.shards import RowAxis, all_held
 
 Named = tuple[str, torch.Tensor]
@@ -81,13 +81,13 @@ def _move(permutation: Permutation, moving: Sequence[Named]) -> None:
             by_indexing.append((name, tensor))
     on_device = functools.cache(permutation.to)
     if spread:
-        took("moving weights", "all-to-all")
+        TAKEN["moving weights"].add("all-to-all")
         sharded.move(permutation, [named for found in spread.values() for named in found], gather_)
     for (device, _), together in by_kernels.items():
-        took("moving weights", "triton")
+        TAKEN["moving weights"].add("triton")
         gpu.move(on_device(device), together)
     for name, tensor in by_indexing:
-        took("moving weights", "indexing")
+        TAKEN["moving weights"].add("indexing")
         indices = on_device(tensor.device).indices
         gather_(tensor, [(axis, indices[layout]) for axis, layout in spec.axes_of[name]])
 

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ WITHOUT = "SHUFFLED_DPSGD_WITHOUT"
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 # Held while a backend is probed. A probe may ask whether another backend serves.
 _probing = threading.RLock()
-_taken: dict[str, set[str]] = {}
+# By task: the backends that have done it in this process.
+TAKEN: defaultdict[str, set[str]] = defaultdict(set)
 
 
 @functools.cache
@@ -122,14 +124,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def took(task: str, backend: str) -> None:
-    """Note that `task` was done by `backend`."""
-    _taken.setdefault(task, set()).add(backend)
-
-
 def taken() -> dict[str, tuple[str, ...]]:
     """What this process has done, and by which backends."""
-    return {task: tuple(sorted(backends)) for task, backends in sorted(_taken.items())}
+    return {task: tuple(sorted(backends)) for task, backends in sorted(TAKEN.items())}
 
 
 def switched_off() -> dict[str, str]:

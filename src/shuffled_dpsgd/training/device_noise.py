@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums, normals, number
-from shuffled_dpsgd.runtime.backends import Backend, expect, expect_close, took, triton_available
+from shuffled_dpsgd.runtime.backends import TAKEN, Backend, expect, expect_close, triton_available
 from shuffled_dpsgd.training.flat import abutting, as_flat
 
 # Not a run's key, and never used for noise. Half of its bytes have their highest bit set.
@@ -40,11 +40,11 @@ class DeviceNoise:
         places = number(tensors) if places is None else places
         served = {name: tensor for name, tensor in tensors.items() if may_take_kernel(tensor)}
         if served:
-            took("noise", "triton")
+            TAKEN["noise"].add("triton")
             add_by_kernel_(served, stds, key=key, places=places, divide_by=divide_by)
         others = {name: tensor for name, tensor in tensors.items() if name not in served}
         if others:
-            took("noise", "chacha")
+            TAKEN["noise"].add("chacha")
             own = {name: stds[name] for name in others}
             self._plain.add_(others, own, key=key, places=places, divide_by=divide_by)
 

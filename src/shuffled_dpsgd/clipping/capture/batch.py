@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +24,11 @@ class Phase(Enum):
     SUMS = "the second of two: sums"
 
 
-class Entry:
+class Entry(NamedTuple):
     """One call of one slot, seen by the backward."""
 
-    __slots__ = ("capture", "slot")
-
-    def __init__(self, slot: Slot, capture: Capture) -> None:
-        self.slot = slot
-        self.capture = capture
+    slot: Slot
+    capture: Capture
 
 
 class CompiledForward:
@@ -60,21 +58,12 @@ class Settling:
     __slots__ = ("entries", "factors", "norm_runs", "squares", "unsummed", "unsummed_bytes")
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[Entry]] = {}
+        self.entries: defaultdict[int, list[Entry]] = defaultdict(list)
         self.unsummed: list[Entry] = []
         self.unsummed_bytes = 0
         self.norm_runs: list[tuple[list[Slot], Tensor]] = []
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
-
-    def file(self, entry: Entry) -> list[Entry]:
-        """Keep an entry; returns all kept so far of its group."""
-        group = entry.slot.sharing.group
-        found = self.entries.get(group)
-        if found is None:
-            found = self.entries[group] = []
-        found.append(entry)
-        return found
 
     def all_entries(self) -> list[Entry]:
         """Those filed and those that wait for company."""

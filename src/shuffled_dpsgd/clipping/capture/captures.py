@@ -83,11 +83,6 @@ class UnsummedNorm(Capture):
     g_BTD: Tensor
     eps: float
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held until the sums are made."""
-        return self.x_BTD.nbytes + self.g_BTD.nbytes
-
 
 @dataclass(slots=True, eq=False)
 class StoredGradients(Capture):

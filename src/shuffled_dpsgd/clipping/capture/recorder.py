@@ -13,29 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Phase
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
+Receive = Callable[[CapturedBatch, Slot, Capture], None]
+
 
 class CaptureRecorder:
-    """Passes entries on under the batch whose backward runs.
+    """Passes captures on under the batch whose backward runs.
 
-    `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
-    outermost backward. `batch` is the batch of the forward that is running, or None. `latest` is
-    the batch of the last forward. `anchor` is a number that every recorded call takes as an input:
-    it has the call differentiated where nothing before it is trained.
+    `receive(batch, slot, capture)` is called for every recorded call, and `finish(batch)` once
+    after the outermost backward. `batch` is the batch of the forward that is running, or None.
+    `latest` is the batch of the last forward. `anchor` is a number that every recorded call takes
+    as an input: it has the call differentiated where nothing before it is trained.
     """
 
-    def __init__(
-        self,
-        *,
-        receive: Callable[[CapturedBatch, Entry], None],
-        finish: Callable[[CapturedBatch], None],
-    ) -> None:
-        self.receive = receive
+    def __init__(self, finish: Callable[[CapturedBatch], None]) -> None:
+        self.receive: Receive = _receive_nothing
         self.finish = finish
         self.batch: CapturedBatch | None = None
         self.latest: CapturedBatch | None = None
@@ -100,11 +97,13 @@ class CaptureRecorder:
             self._join(batch)
         if torch.is_grad_enabled():
             _refuse_higher_derivatives()
+        if batch.size == 0:
+            return
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
-                self.receive(batch, Entry(slot, capture))
+                self.receive(batch, slot, capture)
         else:
-            self.receive(batch, Entry(slot, capture))
+            self.receive(batch, slot, capture)
 
     def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
@@ -138,6 +137,10 @@ class CaptureRecorder:
         if batch is not None:
             with torch.no_grad(), torch.autocast(batch.device, enabled=False):
                 self.finish(batch)
+
+
+def _receive_nothing(batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+    raise AssertionError("a schedule receives captures before any forward is made")
 
 
 class Listener:

@@ -8,7 +8,7 @@ the output. The parameter's own gradient is never formed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -151,7 +151,7 @@ class Slot:
         """The module's forward, under its names of arguments, with book-keeping in its backward."""
 
     @abstractmethod
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> Iterable[tuple[str, Contribution]]:
         """What one call contributes to each parameter, by model name."""
 
     def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
@@ -280,6 +280,11 @@ def batch_of(slot: Slot) -> CapturedBatch:
         return recorder.recomputed_batch(slot.path)
     batch.calls[slot.index] += 1
     return batch
+
+
+def enter(slot: Slot) -> tuple[CapturedBatch, bool]:
+    """The batch of a call, as `batch_of`, and whether the slot `can_listen`."""
+    return batch_of(slot), can_listen()
 
 
 def size_of(batch: CapturedBatch) -> int:

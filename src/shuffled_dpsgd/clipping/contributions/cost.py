@@ -15,7 +15,7 @@ tokens is multiplied once, as Gram matrices are symmetric.
 
 On a CPU a number costs far fewer operations. There one of the two Gram matrices, that of the
 narrower side, is computed in float64 at twice the price, and products this small run at four fifths
-of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
+of the speed of large ones (`kernels/linear_maps.py`; AMD Zen 4, MKL).
 """
 
 from __future__ import annotations

@@ -66,15 +66,6 @@ def _lengths(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dim=axes, dtype=torch.float64)
 
 
-def positions(tensor: Tensor) -> Tensor:
-    """(B, ..., D) seen as (B, T, D)."""
-    if tensor.dim() == 3:
-        return tensor
-    if tensor.dim() == 2:
-        return tensor.unsqueeze(1)
-    return tensor.flatten(1, -2)
-
-
 @full_float32()
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """Every sample's left^T right in float32 or float64, (B, R, C), and its (B,) squared norm."""

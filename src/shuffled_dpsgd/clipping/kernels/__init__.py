@@ -1,8 +1,8 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
-`plain` defines them all in ordinary torch operations and runs anywhere. `host` is faster on a CPU,
-the modules in `triton` and `gluon` on a GPU. `linear_maps` and `norm_layers` choose among
-them by `choices`.
+`plain` defines them all in ordinary torch operations and runs anywhere. `linear_maps` has faster
+forms for a CPU, the modules in `triton` and `gluon` for a GPU. `linear_maps` and `norm_layers`
+choose among them by `choices`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy
 from shuffled_dpsgd.clipping.kernels.linear_maps import (
     add_weighted_outer_sums,
-    add_weighted_row_sums,
     alike,
     gram_sq_norm_sums,
     gram_sq_norms,
@@ -21,6 +20,7 @@ from shuffled_dpsgd.clipping.kernels.linear_maps import (
 )
 from shuffled_dpsgd.clipping.kernels.norm_layers import norm_sum_runs
 from shuffled_dpsgd.clipping.kernels.plain import (
+    add_weighted_row_sums,
     embedding_sq_norms,
     layer_norm_backward,
     outer_products,

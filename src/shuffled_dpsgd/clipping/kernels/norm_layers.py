@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import choices, plain
+from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.clipping.kernels.alignment import aligned
 from shuffled_dpsgd.clipping.kernels.linear_maps import alike
-from shuffled_dpsgd.runtime.backends import took
+from shuffled_dpsgd.runtime.backends import TAKEN
 
 
 def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
     """Whether the Triton kernel takes these tensors."""
     return (
-        x_BTD.numel() > 0
+        choices.may_take(choices.KERNELS, x_BTD.device)
+        and x_BTD.numel() > 0
         and torch.float64 not in (x_BTD.dtype, g_BTD.dtype)
         and x_BTD.is_contiguous()
         and g_BTD.is_contiguous()
         and aligned(x_BTD)
         and aligned(g_BTD)
-        and choices.may_take(choices.KERNELS, x_BTD.device)
         and x_BTD.shape[-1] <= choices.module("triton.norms").MAX_WIDTH
     )
 
@@ -37,12 +37,9 @@ def norm_sum_runs(
     found: list[tuple[list[int], Tensor]] = []
     for run in alike(pairs, epsilons):
         eps = epsilons[run[0]]
-        fits = fits_triton_norm(*pairs[run[0]])
-        took("gradients of norm layers", "triton.norms" if fits else "plain")
-        if fits:
-            xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            sums_LBCD = choices.module("triton.norms").norm_sums(xs, gs, eps)
-        else:
-            sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps) for i in run])
-        found.append((run, sums_LBCD))
+        kernel = "triton.norms" if fits_triton_norm(*pairs[run[0]]) else "plain"
+        TAKEN["gradients of norm layers"].add(kernel)
+        xs, gs = zip(*(pairs[i] for i in run), strict=True)
+        sums_LB2D = choices.module(kernel).norm_sums(xs, gs, eps)
+        found.append((run, sums_LB2D))
     return found

@@ -179,6 +179,11 @@ def not_too_small(squares_B: Tensor, reach_B: Tensor, dtype: torch.dtype) -> Ten
     return norms_B.add_(reach_B, alpha=rounding).square_().to(dtype)
 
 
+def with_room(squares_B: Tensor, x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """Squared norms of g^T x, and of a bias, with that head room."""
+    return not_too_small(squares_B, reach(x_BTD, g_BTP, bias), accumulator_dtype(x_BTD, g_BTP))
+
+
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """||sum_t g_t x_t^T||^2 of each sample (plus ||sum_t g_t||^2 with `bias`), by Gram matrices.
 
@@ -215,7 +220,7 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         total_B = total_B + torch.bmm(g_BTP[:, :, columns].mT, x_BTD).square().sum((1, 2))
     if bias:
         total_B = total_B + g_BTP.sum(1).square().sum(1)
-    return not_too_small(total_B, reach(x_BTD, g_BTP, bias), total_B.dtype)
+    return with_room(total_B, x_BTD, g_BTP, bias)
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
@@ -321,6 +326,14 @@ def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = No
     return sums_BP.mT @ factors_B if out_P is None else out_P.addmv_(sums_BP.mT, factors_B)
 
 
+def add_weighted_row_sums(
+    gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
+) -> None:
+    """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
+    for g, out in zip(gs, outs, strict=True):
+        weighted_row_sum(g, factors_B, out if accumulate else out.zero_())
+
+
 def weighted_embedding_sum(
     ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, padding_idx: int | None, out_VD: Tensor
 ) -> Tensor:
@@ -357,9 +370,12 @@ def layer_norm_backward(
     return grad_x, (wide_g * x_hat).sum(1), wide_g.sum(1)
 
 
-def norm_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float) -> Tensor:
-    """Per-sample gradients of a layer norm's weight and bias: (B, 2, D)."""
-    x, g = widen(x_BTD), widen(g_BTD)
-    x = x - x.mean(-1, keepdim=True)
-    x_hat = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return torch.stack([(g * x_hat).sum(1), g.sum(1)], 1)
+def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> Tensor:
+    """Per-sample gradients of L layer norms' weights and biases: (L, B, 2, D)."""
+    found = []
+    for x_BTD, g_BTD in zip(xs, gs, strict=True):
+        x, g = widen(x_BTD), widen(g_BTD)
+        x = x - x.mean(-1, keepdim=True)
+        x_hat = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        found.append(torch.stack([(g * x_hat).sum(1), g.sum(1)], 1))
+    return torch.stack(found)

@@ -5,7 +5,6 @@ Shapes: B samples, T positions, D the width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, enter, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -72,15 +71,16 @@ class EmbeddingSlot(Slot):
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows of the table, one set per sample, with book-keeping in the backward."""
-        batch = batch_of(self)
-        size = size_of(batch)
+        batch, listens = enter(self)
+        size = batch.size if listens else size_of(batch)
+        shared_by_batch = self.layout.shared_by_batch
         # All rows share these positions, and a sample has several rows: look up once for each.
-        is_shared = self.shared_by_batch or (ids.dim() > 1 and ids.shape[0] == 1)
-        folds = batch.rows_per_sample > 1 and is_shared and not self.folded
+        is_shared = shared_by_batch or (ids.dim() > 1 and ids.shape[0] == 1)
+        folds = batch.rows_per_sample > 1 and is_shared and not self.layout.folded
         if folds:
-            shared = ids if self.shared_by_batch else ids[0]
+            shared = ids if shared_by_batch else ids[0]
             ids = shared.expand(size, batch.rows_per_sample, *shared.shape)
-        elif self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
+        elif shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
             ids = self._over_batch(ids, size)
         weight, anchor = self.parameters["weight"], recorder_of(self).anchor
         found = cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, anchor))
@@ -88,7 +88,7 @@ class EmbeddingSlot(Slot):
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:
         """Ids with the batch on axis 0, from ids that all samples share or that have few axes."""
-        if self.shared_by_batch or (ids.dim() == 1 and ids.shape[0] != size):
+        if self.layout.shared_by_batch or (ids.dim() == 1 and ids.shape[0] != size):
             return ids.expand(size, *ids.shape)
         if ids.dim() == 1 and torch.compiler.is_compiling() and not self.recorder.axis_checked:
             raise UnsupportedModuleError(
@@ -99,18 +99,16 @@ class EmbeddingSlot(Slot):
             )
         return self.over_batch(ids, size) if ids.dim() else ids.expand(size)
 
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
         assert isinstance(capture, InputAndGradient)
         ids, g = cast(Tensor, capture.x), capture.g
         B = ids.shape[0]
-        yield (
-            self.weight_name,
-            RowsGrad(
-                ids_BT=ids.reshape(B, -1),
-                grad_BTD=g.reshape(B, -1, g.shape[-1]),
-                padding_idx=self.padding_idx,
-            ),
+        rows = RowsGrad(
+            ids_BT=ids.reshape(B, -1),
+            grad_BTD=g.reshape(B, -1, g.shape[-1]),
+            padding_idx=self.padding_idx,
         )
+        return [(self.weight_name, rows)]
 
 
 class ScaledEmbeddingSlot(EmbeddingSlot):

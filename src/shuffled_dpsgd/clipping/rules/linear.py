@@ -5,7 +5,8 @@ Shapes: B samples, T positions (all axes between the first and the last), D inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,8 +20,7 @@ from shuffled_dpsgd.clipping.capture.captures import (
 )
 from shuffled_dpsgd.clipping.capture.slot import (
     Slot,
-    batch_of,
-    can_listen,
+    enter,
     no_view,
     recorder_of,
     size_of,
@@ -32,10 +32,8 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     OuterGrad,
     RowSumGrad,
     outer_sq_norms,
-    positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.contributions.live_positions import without_silence
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -168,18 +166,64 @@ def _bias_grads(g_BTP: Tensor) -> Tensor:
     return RowSumGrad(grad_BTP=g_BTP).stored(g_BTP.shape[2:])
 
 
+def positions(tensor: Tensor) -> Tensor:
+    """(B, ..., D) seen as (B, T, D)."""
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(1)
+    return tensor.flatten(1, -2)
+
+
+# Of fewer positions none is left out.
+FEWEST = 4
+
+
+def live_positions(g_BTP: Tensor) -> slice | None:
+    """From the first to the last position at which some sample has a gradient, if that saves half.
+
+    A classifier that looks at one token gives its last layers a gradient there and nowhere else.
+    The other positions add nothing to norms or sums, but would cost as much as any. Only on a CPU:
+    a GPU would have to be waited for. It depends on the batch alone, never on batches before it: a
+    run that is resumed must round as one that was not interrupted.
+
+    One look at the middle tells nearly always that nothing is saved. NaN counts as a gradient.
+    """
+    T = g_BTP.shape[1]
+    if g_BTP.device.type != "cpu" or T < FEWEST or g_BTP.numel() == 0:
+        return None
+    if bool(g_BTP[:, T // 2].any()):
+        return None
+    is_live_T = (g_BTP.amax((0, 2)) != 0) | (g_BTP.amin((0, 2)) != 0)
+    live = is_live_T.nonzero().flatten().tolist() or [0]
+    first, end = live[0], live[-1] + 1
+    return slice(first, end) if 2 * (end - first) <= T else None
+
+
+def without_silence(x_BTD: Tensor, g_BTP: Tensor) -> tuple[Tensor, Tensor]:
+    """The same pair without positions that add nothing to g^T x.
+
+    All of them if an input is not finite: its product with a gradient of zero is not zero.
+    """
+    live = live_positions(g_BTP)
+    if live is None or not math.isfinite(x_BTD.sum()):
+        return x_BTD, g_BTP
+    return x_BTD[:, live], g_BTP[:, live]
+
+
 def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
     """The forward of a linear map; not a method, for the same reason as `batch_of`."""
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
-    batch = batch_of(slot)
-    if x.shape[0] != size_of(batch):
-        x = slot.over_batch(x, size_of(batch))
+    batch, listens = enter(slot)
+    size = batch.size if listens else size_of(batch)
+    if x.shape[0] != size:
+        x = slot.over_batch(x, size)
     lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
-    listens = can_listen() and not (lower and slot.lowers_again)
+    listens = listens and not (lower and slot.lowers_again)
     if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
     anchor = recorder_of(slot).anchor
@@ -243,22 +287,25 @@ class LinearSlot(Slot):
     def _without_padding(self, g: Tensor) -> Tensor:
         return g if g.shape[-1] == self.outputs else g[..., : self.outputs]
 
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
+        found: list[tuple[str, Contribution]] = []
         if isinstance(capture, StoredGradients):
             if self.weight_name is not None and capture.weight_BS is not None:
                 stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
-                yield self.weight_name, stored
+                found.append((self.weight_name, stored))
             if self.bias_name is not None and capture.bias_BS is not None:
-                yield self.bias_name, DenseGrad(grads_BS=capture.bias_BS)
-            return
+                found.append((self.bias_name, DenseGrad(grads_BS=capture.bias_BS)))
+            return found
         assert isinstance(capture, InputAndGradient)
         g_BTP = positions(capture.g)
         if self.weight_name is not None:
             x_BTD = positions(cast(Tensor, capture.x))
             left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
-            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right, route=capture.route)
+            outer = OuterGrad(left_BTR=left, right_BTC=right, route=capture.route)
+            found.append((self.weight_name, outer))
         if self.bias_name is not None:
-            yield self.bias_name, RowSumGrad(grad_BTP=g_BTP)
+            found.append((self.bias_name, RowSumGrad(grad_BTP=g_BTP)))
+        return found
 
     def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
         outer = parts[0][1]
@@ -277,7 +324,7 @@ class LinearSlot(Slot):
         if g.dim() > 2 and g.device.type == "cpu":
             x_BTD, g_BTP = positions(x), positions(g)
             x, g = capture.x, capture.g = without_silence(x_BTD, g_BTP)
-        like = (x.shape, x.dtype, x.device)
+        like = (x.shape[1:], x.dtype, x.device)
         if like != self._decided_for:
             self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients, UnsummedNorm
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of, size_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, enter, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.kernels import norm_sum_runs, plain
 
@@ -99,12 +99,13 @@ class LayerNormSlot(NormSlot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        batch, x = batch_of(self), input
-        if x.shape[0] != size_of(batch):
-            x = self.over_batch(x, size_of(batch))
+        (batch, listens), x = enter(self), input
+        size = batch.size if listens else size_of(batch)
+        if x.shape[0] != size:
+            x = self.over_batch(x, size)
         owned = self.parameters
         weight, bias = owned["weight"], owned["bias"]
-        if x.requires_grad and can_listen():
+        if x.requires_grad and listens:
             out = F.layer_norm(
                 x,
                 self.normalized_shape,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
-from shuffled_dpsgd.clipping.capture.captures import UnsummedNorm
+from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms
+from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms, waits_for_others
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
 Scatter = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
@@ -45,16 +46,13 @@ class LayerByLayer:
         self._scatter = scatter
         self._buckets: list[Bucket] = []
 
-    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        slot = entry.slot
-        if type(entry.capture) is UnsummedNorm:
-            alone = not slot.sharing.shared and batch.calls[slot.index] == 1
-            if alone and len(slot.names) == 2:
-                batch.settling.unsummed.append(entry)
-                return
-        else:
-            entry.capture = slot.decide(entry.capture, self.rule.choose)
-        batch.settling.file(entry)
+    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
+            batch.settling.unsummed.append(Entry(slot, capture))
+            return
+        if slot.fixed_route is None:
+            capture = slot.decide(capture, self.rule.choose)
+        batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
 
     def finish(self, batch: CapturedBatch) -> None:
         norms_B = self._settle_all(batch)

@@ -29,7 +29,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowsGrad,
     RowSumGrad,
 )
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
@@ -115,8 +115,8 @@ class ManyLayers:
         entries: Sequence[Entry],
         linear: dict[cost.NormMethod, list[LinearLayer]],
     ) -> None:
-        parts = contributions_of(entries)
-        if not group.is_alone(entries):
+        parts = [part for entry in entries for part in entry.slot.contributions(entry.capture)]
+        if len(entries) > 1 or group.shared:
             self._leave(group, entries, parts)
             return
         outer = parts[0][1] if parts else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase, Settling
-from shuffled_dpsgd.clipping.capture.captures import UnsummedNorm
+from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
@@ -24,7 +24,7 @@ from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, contributions_of
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -33,10 +33,12 @@ _MAX_UNSUMMED_BYTES = 1 << 29
 
 
 class SettleSchedule(Protocol):
-    """Turns a batch's entries into totals."""
+    """Turns a batch's entries into totals, by its `rule`."""
 
-    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        """Take one entry, during the backward."""
+    rule: ClippingRule
+
+    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        """Take one call of a slot, during the backward."""
         ...
 
     def finish(self, batch: CapturedBatch) -> None:
@@ -91,21 +93,18 @@ class WholeGradient:
         self.replays = Replays()
         self.stable_places = StablePlaces()
 
-    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        slot = entry.slot
-        if type(capture := entry.capture) is UnsummedNorm:
-            alone = not slot.sharing.shared and batch.calls[slot.index] == 1
-            if alone and len(slot.names) == 2:
-                self._put_off(batch.settling, entry, capture)
-                return
-        else:
-            entry.capture = slot.decide(capture, self.rule.choose)
-        batch.settling.file(entry)
+    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
+            self._put_off(batch.settling, slot, capture)
+            return
+        if slot.fixed_route is None:
+            capture = slot.decide(capture, self.rule.choose)
+        batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
 
-    def _put_off(self, kept: Settling, entry: Entry, norm: UnsummedNorm) -> None:
+    def _put_off(self, kept: Settling, slot: Slot, norm: UnsummedNorm) -> None:
         """Let a norm layer wait for others, unless all that wait hold too much memory by now."""
-        kept.unsummed.append(entry)
-        kept.unsummed_bytes += norm.nbytes
+        kept.unsummed.append(Entry(slot, norm))
+        kept.unsummed_bytes += norm.x_BTD.nbytes + norm.g_BTD.nbytes
         if kept.unsummed_bytes > _MAX_UNSUMMED_BYTES:
             kept.norm_runs += summed_norms(kept.unsummed)
             kept.unsummed, kept.unsummed_bytes = [], 0
@@ -152,6 +151,11 @@ class WholeGradient:
         return places_of([entry.capture for entry in entries], others, *constants)
 
 
+def waits_for_others(batch: CapturedBatch, slot: Slot) -> bool:
+    """Whether a norm layer's sums may be made together with others': its only call, all its own."""
+    return not slot.sharing.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
+
+
 def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
     return [*kept.norm_runs, *summed_norms(kept.unsummed)]
 
@@ -174,10 +178,10 @@ class TwoPasses:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        group = self.rule.groups[entry.slot.sharing.group]
+    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        group = self.rule.groups[slot.sharing.group]
         if batch.phase is Phase.SUMS:
-            self._add(batch, group, entry)
+            self._add(batch, group, slot.contributions(capture))
             return
         if batch.phase is Phase.ONLY:
             raise InvalidArgumentError(
@@ -186,7 +190,9 @@ class TwoPasses:
                 got="loss.backward() under strategy='ghost'",
                 remedy="call engine.backward(losses) or use strategy='bookkeeping'",
             )
-        if group.is_complete(batch, batch.settling.file(entry)):
+        entries = batch.settling.entries[group.index]
+        entries.append(Entry(slot, capture))
+        if group.is_complete(batch, entries):
             self._settle(batch, group)
 
     def finish(self, batch: CapturedBatch) -> None:
@@ -212,6 +218,6 @@ class TwoPasses:
         batch.settling.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
 
     @full_float32()
-    def _add(self, batch: CapturedBatch, group: LayerGroup, entry: Entry) -> None:
+    def _add(self, batch: CapturedBatch, group: LayerGroup, parts: Iterable[Named]) -> None:
         factors_B = batch.settling.factors[group.index]
-        group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)
+        group.add_sums(parts, factors_B, self.rule.totals.sums)

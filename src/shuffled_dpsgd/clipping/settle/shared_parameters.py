@@ -6,7 +6,7 @@ parameter's gradient needs both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ class LayerGroup:
         """Whether every call the forward made has been recorded, so that no more can come."""
         return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
 
-    def is_alone(self, entries: Sequence[Entry]) -> bool:
-        """Whether one call of one layer is all there is, so that nothing has cross terms."""
-        return len(entries) == 1 and not self.shared
-
     def sq_norms(
         self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
     ) -> Tensor:
@@ -50,7 +46,7 @@ class LayerGroup:
 
         `parts` are the contributions of the entries; `choose` decides where several are joined.
         """
-        if self.is_alone(entries):
+        if len(entries) == 1 and not self.shared:
             return entries[0].slot.sq_norms(parts)
         by_name: dict[str, list[Contribution]] = {}
         for name, part in parts:
@@ -58,7 +54,7 @@ class LayerGroup:
         norms = [joint_sq_norms(found, self.shapes[n], choose) for n, found in by_name.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    def add_sums(self, parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+    def add_sums(self, parts: Iterable[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
         """Add the clipped gradients of these contributions to the running sums."""
         for name, part in parts:
             sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))

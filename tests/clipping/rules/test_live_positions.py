@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from clipping import tiny_models
 from clipping.compare import assert_exact, assert_same_sums, oracle, run
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.contributions.live_positions import live_positions, without_silence
-from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot, live_positions, without_silence
 
 
 class Picks(nn.Module):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import host, plain
+from shuffled_dpsgd.clipping.kernels import linear_maps as host
+from shuffled_dpsgd.clipping.kernels import plain
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -16,7 +17,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gram_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
-    return host.gram_sq_norms([(x, g)], bias)[0]
+    return host.cpu_gram_sq_norms([(x, g)], bias)[0]
 
 
 def exact_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
@@ -73,7 +74,7 @@ def test_layers_of_one_input_share_its_factor_and_nothing_else(widths: tuple[int
     x, other = draw(3, 12, widths[0], seed=20), draw(3, 12, widths[0], seed=21)
     gs = [draw(3, 12, widths[1], seed=22 + i) for i in range(3)]
     pairs = [(x, gs[0]), (x, gs[1]), (other, gs[1]), (other, gs[2])]
-    for found, (one, g) in zip(host.gram_sq_norms(pairs, True), pairs, strict=True):
+    for found, (one, g) in zip(host.cpu_gram_sq_norms(pairs, True), pairs, strict=True):
         assert torch.equal(found, gram_sq_norms(one, g, True))
 
 
@@ -90,16 +91,16 @@ def test_triangles_are_cut_in_two_without_losing_anything(
 def test_factors_are_found_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(draw(2, 6, 8, seed=32 + i), draw(2, 6, 9, seed=42 + i)) for i in range(5)]
     pairs.insert(3, (pairs[0][0], pairs[4][1]))
-    together = host.gram_sq_norms(pairs, True)
+    together = host.cpu_gram_sq_norms(pairs, True)
     monkeypatch.setattr(host, "CACHED_ELEMENTS", 2 * 2 * 6 * 6)
-    torch.testing.assert_close(host.gram_sq_norms(pairs, True), together, rtol=0, atol=0)
+    torch.testing.assert_close(host.cpu_gram_sq_norms(pairs, True), together, rtol=0, atol=0)
 
 
 def test_a_poisoned_layer_leaves_the_others_their_norms() -> None:
     pairs = [(draw(2, 6, 8, seed=52 + i), draw(2, 6, 9, seed=62 + i)) for i in range(3)]
-    clean = host.gram_sq_norms(pairs, True)
+    clean = host.cpu_gram_sq_norms(pairs, True)
     pairs[1][0][0, 2, 3] = float("nan")
-    found = host.gram_sq_norms(pairs, True)
+    found = host.cpu_gram_sq_norms(pairs, True)
     torch.testing.assert_close([found[0], found[2]], [clean[0], clean[2]])
     assert torch.isfinite(found[1]).tolist() == [False, True]
 
@@ -136,7 +137,7 @@ def test_wide_layers_are_cut_into_cached_blocks(monkeypatch: pytest.MonkeyPatch)
 def test_long_rows_keep_their_length(length: int) -> None:
     rows = 1.0 + 1e-3 * draw(2, length, seed=9)
     expected = rows.double().square().sum(1)
-    torch.testing.assert_close(host.row_sq_norms(rows), expected, rtol=5e-7, atol=0)
+    torch.testing.assert_close(host.cpu_row_sq_norms(rows), expected, rtol=5e-7, atol=0)
 
 
 def test_long_sums_of_equal_rows_do_not_drift() -> None:
@@ -150,16 +151,16 @@ def test_factors_on_either_operand_give_the_same_sum() -> None:
     x, g, factors = draw(3, 5, 8, seed=10), draw(3, 5, 4, seed=11), torch.tensor([1.0, 0.3, 0.1])
     for one, other in ((x, g), (g, x)):
         out = torch.ones(other.shape[2], one.shape[2])
-        host.weighted_outer_sum(one, other, factors, out)
+        host.cpu_weighted_outer_sum(one, other, factors, out)
         expected = torch.einsum("b,btp,btd->pd", factors, other, one) + 1
         torch.testing.assert_close(out, expected)
         out.fill_(float("nan"))
-        host.weighted_outer_sum(one, other, factors, out, accumulate=False)
+        host.cpu_weighted_outer_sum(one, other, factors, out, accumulate=False)
         torch.testing.assert_close(out, expected - 1)
 
 
 def test_overwriting_sums_leave_samples_of_factor_zero_out() -> None:
     x, g, out = draw(2, 5, 8, seed=14), draw(2, 5, 4, seed=15), torch.full((4, 8), float("nan"))
     x[1], g[1] = float("inf"), float("nan")
-    host.weighted_outer_sum(x, g, torch.tensor([0.5, 0.0]), out, accumulate=False)
+    host.cpu_weighted_outer_sum(x, g, torch.tensor([0.5, 0.0]), out, accumulate=False)
     torch.testing.assert_close(out, 0.5 * g[0].mT @ x[0])

@@ -1,0 +1,90 @@
+"""How far a reader has to walk: calls from module to module in a step, and parts of an engine."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import shuffled_dpsgd
+from clipping.tiny_models import bert_classifier
+from shuffled_dpsgd import make_private
+from shuffled_dpsgd.clipping import ClippingEngine
+
+SOURCES = str(Path(shuffled_dpsgd.__file__).parent)
+MOST_HOPS, MOST_PARTS = 400, 8
+
+
+def is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(SOURCES)
+
+
+class Hops:
+    """Counts calls of our functions by others than those of the same module."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call" or not is_ours(frame):
+            return
+        caller = frame.f_back
+        while caller is not None and not is_ours(caller):
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename != frame.f_code.co_filename:
+            self.counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_makes_few_hops_between_modules() -> None:
+    """Forward, backward and step of one physical batch of a tiny BERT, once its checks are made."""
+    torch.manual_seed(0)
+    case = bert_classifier()
+    records = [
+        {name: tensor[i % 4] for name, tensor in case.inputs.items()} | {"row": torch.tensor(i)}
+        for i in range(200)
+    ]
+    private = make_private(
+        case.model,
+        torch.optim.AdamW(case.model.parameters()),
+        dataset_size=len(records),
+        expected_batch_size=4,
+        num_steps=12,
+        delta=1e-5,
+        noise_multiplier=1.0,
+        accounting="certified",
+        shuffle="off",
+        physical_batch_size=64,
+        check_rate=0.0,
+        seed=0,
+    )
+    hops: list[Counter[str]] = []
+    for batch in private.batches(records):
+        batch.pop("row")
+        hop = Hops()
+        before = sys.getprofile()
+        sys.setprofile(hop)
+        try:
+            private.backward(case.losses(case.model, batch))
+            private.step()
+        finally:
+            sys.setprofile(before)
+        hops.append(hop.counted)
+    fewest = min(hops, key=Counter.total)
+    assert fewest.total() > 200, "nothing was counted"
+    assert fewest.total() <= MOST_HOPS, fewest.most_common(40)
+
+
+def test_an_engine_has_few_parts() -> None:
+    engine = ClippingEngine(bert_classifier().model)
+    parts = {
+        type(part).__name__
+        for part in vars(engine).values()
+        if type(part).__module__.startswith("shuffled_dpsgd.")
+    }
+    assert len(parts) <= MOST_PARTS, sorted(parts)

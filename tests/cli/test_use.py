@@ -154,7 +154,6 @@ def test_frozen_parameters_stay(runs: Path) -> None:
         (["generate", "e2e", "a", "--beams", "0"], "num_beams"),
         (["evaluate", "csv", "--split", "train"], "--split"),
         (["evaluate", "e2e", "--split", "test"], "testset_w_refs.csv"),
-        (["evaluate", "e2e", "--meteor-jar", "absent.jar"], "--meteor-jar"),
         (["evaluate", "e2e", "--texts", "absent/texts.jsonl"], "a folder that is there"),
         (["predict", "csv"], "Missing argument"),
     ],

@@ -16,7 +16,7 @@ from shuffled_dpsgd.tasks import load_run, parse_config, results
 from shuffled_dpsgd.tasks.config import GenerationConfig
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.generation import read_generated, score_generated
-from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run, generate, predict
+from shuffled_dpsgd.tasks.inference import evaluate_run, generate, predict
 from shuffled_dpsgd.tasks.run import execute, prepare
 
 pytest.importorskip("transformers")
@@ -127,8 +127,9 @@ def test_a_run_on_a_named_set(write: Callable[[Path], None], tmp_path: Path) -> 
     assert summary["finished"]
     settings = GenerationConfig(max_new_tokens=4, num_beams=2)
     speaks = facts.task == "causal-lm"
-    request = GenerationRequest(settings=settings) if speaks else GenerationRequest()
-    score, splits, generation = evaluate_run(run, generation=request)
+    score, splits, generation = evaluate_run(
+        run, generation=settings if speaks else GenerationConfig()
+    )
     assert tuple(splits) == facts.heldout
     first = splits[facts.heldout[0]]
     assert first.score == pytest.approx(summary["heldout_score"], rel=1e-4)
@@ -171,13 +172,13 @@ def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:
     assert (summary["generation"]["split"], summary["generation"]["num_prompts"]) == ("test", 3)
     assert "tok:13a" in summary["generation"]["bleu_signature"]
     kept = tmp_path / "texts.jsonl"
-    request = GenerationRequest(settings=GenerationConfig(max_new_tokens=2), texts_to=kept)
-    _, splits, held_back = evaluate_run(tmp_path / "run", generation=request)
+    asked: dict[str, Any] = {"generation": GenerationConfig(max_new_tokens=2), "texts_to": kept}
+    _, splits, held_back = evaluate_run(tmp_path / "run", **asked)
     assert held_back is not None
     assert list(splits) == ["held-back"]
     assert held_back["num_references"] == 4
     again = score_generated(read_generated(kept))
     assert again.items() <= held_back.items()
-    _, splits, test = evaluate_run(tmp_path / "run", split="test", generation=request)
+    _, splits, test = evaluate_run(tmp_path / "run", split="test", **asked)
     assert test is not None
     assert (list(splits), test["split"], test["num_references"]) == (["test"], "test", COUNT)

@@ -31,9 +31,6 @@ MaxPrompts = Annotated[
     int | None, typer.Option(min=1, help="Write texts for at most so many prompts, drawn.")
 ]
 Texts = Annotated[Path | None, typer.Option(help="Keep the texts in this .jsonl file.")]
-MeteorJar = Annotated[
-    Path | None, typer.Option(help="meteor-1.5.jar, for the full METEOR; needs Java.")
-]
 
 
 @verb(
@@ -50,7 +47,6 @@ def evaluate(
     max_new_tokens: MaxNewTokens = 64,
     max_prompts: MaxPrompts = None,
     texts: Texts = None,
-    meteor_jar: MeteorJar = None,
     as_json: AsJson = False,
 ) -> None:
     """Score the model a run left on held-out data; nothing private is touched or spent.
@@ -59,17 +55,17 @@ def evaluate(
     references: BLEU, METEOR, ROUGE-L, NIST.
     """
     from shuffled_dpsgd.tasks.config import GenerationConfig
-    from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run
+    from shuffled_dpsgd.tasks.inference import evaluate_run
 
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, num_beams=num_beams, max_prompts=max_prompts
     )
-    request = GenerationRequest(settings=settings, meteor_jar=meteor_jar, texts_to=texts)
     name, results, generation = evaluate_run(
         run,
         data=None if data is None else data.resolve(),
         split=split,
-        generation=request if generate_texts else None,
+        generation=settings if generate_texts else None,
+        texts_to=texts if generate_texts else None,
     )
     if as_json:
         fields = ("score", "loss", "baseline")

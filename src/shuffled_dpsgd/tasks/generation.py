@@ -140,13 +140,11 @@ def generate_split(
     ]
 
 
-def score_generated(
-    generated: Sequence[Generated], *, meteor_jar: Path | None = None
-) -> dict[str, Any]:
+def score_generated(generated: Sequence[Generated]) -> dict[str, Any]:
     """Every metric, and how much it was computed from."""
     texts, references = [one.text for one in generated], [one.references for one in generated]
     return {
-        **score_texts(texts, references, meteor_jar=meteor_jar),
+        **score_texts(texts, references),
         "num_prompts": len(generated),
         "num_references": sum(map(len, references)),
         "num_empty": sum(not text for text in texts),
@@ -159,7 +157,6 @@ def evaluate_generation(
     data: DataConfig,
     settings: GenerationConfig,
     *,
-    meteor_jar: Path | None = None,
     texts_to: Path | None = None,
 ) -> dict[str, Any]:
     """`generate_split` and `score_generated`; the texts are kept in `texts_to` before scoring."""
@@ -172,7 +169,7 @@ def evaluate_generation(
     whole = [len(prompt_ids(one.prompt, tokenizer)) for one in generated]
     return {
         "split": settings.split or scored_split(data),
-        **score_generated(generated, meteor_jar=meteor_jar),
+        **score_generated(generated),
         "num_prompts_cut": 0 if room is None else sum(length > room for length in whole),
         "decoding": settings.search,
     }

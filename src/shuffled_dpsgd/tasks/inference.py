@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,8 @@ from shuffled_dpsgd.tasks.run_folder import load_run
 from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.tasks.task import Evaluation, build_task
 from shuffled_dpsgd.tasks.text import encode_labelled, uses_token_types
-from shuffled_dpsgd.tasks.text_scores import find_java, require_libraries
+from shuffled_dpsgd.tasks.text_scores import require_libraries
 from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels, load_tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """How `evaluate` generates and scores texts; what scoring needs is looked for beforehand."""
-
-    settings: GenerationConfig = field(default_factory=GenerationConfig)
-    meteor_jar: Path | None = None
-    texts_to: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.texts_to is not None and not self.texts_to.parent.is_dir():
-            raise InvalidArgumentError(
-                "--texts", expected="a file in a folder that is there", got=str(self.texts_to)
-            )
-        if self.meteor_jar is not None:
-            find_java(self.meteor_jar)
 
 
 def trained_config(directory: Path) -> RunConfig:
@@ -65,20 +48,27 @@ def evaluate_run(
     *,
     data: Path | None = None,
     split: str | None = None,
-    generation: GenerationRequest | None = None,
+    generation: GenerationConfig | None = None,
+    texts_to: Path | None = None,
 ) -> tuple[str, dict[str, Evaluation], dict[str, Any] | None]:
     """Score a run on its held-out data, or on those in another folder of the same layout.
 
+    With `generation`, a language model's texts are scored too, and kept in the file `texts_to`.
     Returns the score's name, the scores of each split, and those of generated texts, if any.
     """
+    if texts_to is not None and not texts_to.parent.is_dir():
+        raise InvalidArgumentError(
+            "--texts", expected="a file in a folder that is there", got=str(texts_to)
+        )
     config = trained_config(directory)
     writes = config.task == "causal-lm" and generation is not None
-    if config.task != "causal-lm" and generation not in (None, GenerationRequest()):
+    asked_for = texts_to is not None or generation not in (None, GenerationConfig())
+    if config.task != "causal-lm" and asked_for:
         raise InvalidArgumentError(
             "RUN",
             expected="a language model, to be asked for texts",
             got=config.task,
-            remedy="leave out what is about beams, tokens, prompts, texts and METEOR",
+            remedy="leave out what is about beams, tokens, prompts and texts",
         )
     if writes:
         require_libraries()
@@ -108,9 +98,8 @@ def evaluate_run(
         model,
         load_tokenizer(config.model.name),
         config.data,
-        generation.settings,
-        meteor_jar=generation.meteor_jar,
-        texts_to=generation.texts_to,
+        generation,
+        texts_to=texts_to,
     )
     return task.score_name, found, scores
 

@@ -1,17 +1,14 @@
 """Metrics of generated texts against any number of references; each says which variant it is.
 
 BLEU is sacrebleu's, METEOR and NIST are nltk's. ROUGE-L (Lin, 2004) is computed as the scripts of
-the E2E challenge do; neither library has it. METEOR 1.5 is asked where Java and its jar are.
+the E2E challenge do; neither library has it.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +17,6 @@ from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 VARIANTS = {
     "bleu": "corpus BLEU, 0 to 100",
     "meteor_nltk": "METEOR 2005 by nltk, exact and stem matches alone, mean over texts, 0 to 1",
-    "meteor": "METEOR 1.5, the Java program, 0 to 1",
     "rouge_l": "ROUGE-L, F at beta 1.2, best reference, 0 to 1",
     "nist_nltk": "NIST up to 5 words by nltk, the best reference of each text",
 }
@@ -31,12 +27,8 @@ Texts = Sequence[str]
 References = Sequence[Sequence[str]]
 
 
-def score_texts(
-    texts: Texts, references: References, *, meteor_jar: Path | None = None
-) -> dict[str, Any]:
+def score_texts(texts: Texts, references: References) -> dict[str, Any]:
     """Every metric of these texts, and what each is; text i is compared with `references[i]`.
-
-    `meteor` is there only where the Java program is.
 
     Raises:
         InvalidArgumentError: no texts, another number of texts, or a text without a reference.
@@ -50,13 +42,13 @@ def score_texts(
     if alone is not None:
         raise InvalidArgumentError(f"prompt {alone}", expected="at least one reference", got=0)
     bleu, signature = corpus_bleu(texts, references)
-    found: dict[str, Any] = {"bleu": bleu, "meteor_nltk": mean_meteor(texts, references)}
-    if meteor_jar is not None:
-        found["meteor"] = jar_meteor(texts, references, meteor_jar)
-    found["rouge_l"] = fmean(map(rouge_l, texts, references))
-    found["nist_nltk"] = corpus_nist(texts, references)
-    variants = {name: VARIANTS[name] for name in found}
-    return found | {"bleu_signature": signature, "variants": variants}
+    found: dict[str, Any] = {
+        "bleu": bleu,
+        "meteor_nltk": mean_meteor(texts, references),
+        "rouge_l": fmean(map(rouge_l, texts, references)),
+        "nist_nltk": corpus_nist(texts, references),
+    }
+    return found | {"bleu_signature": signature, "variants": dict(VARIANTS)}
 
 
 def require_libraries() -> None:
@@ -159,49 +151,3 @@ def _longest_common(first: Sequence[str], second: Sequence[str]) -> int:
             longer = before + 1 if one == other else max(lengths[place], lengths[place - 1])
             before, lengths[place] = lengths[place], longer
     return lengths[-1]
-
-
-def jar_meteor(texts: Texts, references: References, jar: Path) -> float:
-    """The score of a corpus by METEOR 1.5, from 0 to 1.
-
-    It is spoken to over its standard input: a line `SCORE ||| references ||| text` gives a line of
-    statistics, a line `EVAL ||| statistics ||| …` the scores of all texts and of the corpus.
-
-    Raises:
-        InvalidArgumentError: no Java, no jar, or it does not answer as METEOR does.
-    """
-    command = [find_java(jar), "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
-
-    def ask(lines: Sequence[str], expected: int) -> list[str]:
-        asked = "\n".join(lines) + "\n"
-        done = subprocess.run(command, input=asked, capture_output=True, encoding="utf-8")
-        answer = done.stdout.splitlines()
-        if done.returncode or len(answer) != expected:
-            raise InvalidArgumentError(
-                "--meteor-jar",
-                expected="the METEOR 1.5 program",
-                got=(done.stderr or done.stdout).strip()[:200],
-                remedy=f"try it by hand: {' '.join(command)}",
-            )
-        return answer
-
-    lines = [
-        " ||| ".join(["SCORE", *(" ".join(one.replace("|||", " ").split()) for one in each)])
-        for each in ((*those, text) for text, those in zip(texts, references, strict=True))
-    ]
-    statistics = ask(lines, len(lines))
-    return float(ask([" ||| ".join(["EVAL", *statistics])], len(lines) + 1)[-1])
-
-
-def find_java(jar: Path) -> str:
-    """The program that runs `jar`, which must be there.
-
-    Raises:
-        InvalidArgumentError: no Java, or no jar.
-    """
-    java = shutil.which("java")
-    if java is None:
-        raise InvalidArgumentError("--meteor-jar", expected="Java on the path", got="none")
-    if not jar.is_file():
-        raise InvalidArgumentError("--meteor-jar", expected="meteor-1.5.jar", got=str(jar))
-    return java

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.tasks.text_scores import (
     corpus_bleu,
     corpus_nist,
-    jar_meteor,
     mean_meteor,
     require_libraries,
     rouge_l,
@@ -88,39 +86,6 @@ def test_meteor_is_the_mean_over_texts_of_the_best_reference() -> None:
     assert found == pytest.approx((1 - 0.5 / 6**3 + other) / 2)
 
 
-JAVA = """#!{python}
-import sys
-assert sys.argv[1:] == ["-Xmx2G", "-jar", {jar!r}, "-", "-", "-stdio", "-l", "en", "-norm"]
-for line in sys.stdin:
-    kind, *parts = line.rstrip("\\n").split(" ||| ")
-    if kind == "SCORE":
-        print(len(parts) - 1, float(parts[-1] in parts[:-1]))
-    else:
-        scores = [float(part.split()[1]) for part in parts]
-        print("\\n".join(map(str, [*scores, sum(scores) / len(scores)])))
-"""
-
-
-def test_the_java_program_is_asked_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jar = tmp_path / "meteor-1.5.jar"
-    texts, references = ["a ||| b", "c\nd"], [["a b", "x"], ["d"]]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InvalidArgumentError, match="Java on the path"):
-        jar_meteor(texts, references, jar)
-    java = tmp_path / "java"
-    java.write_text(JAVA.format(python=sys.executable, jar=str(jar)))
-    java.chmod(0o755)
-    with pytest.raises(InvalidArgumentError, match=r"meteor-1\.5\.jar"):
-        jar_meteor(texts, references, jar)
-    jar.touch()
-    assert jar_meteor(texts, references, jar) == 0.5
-    java.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such class')\n")
-    with pytest.raises(InvalidArgumentError, match="no such class"):
-        jar_meteor(texts, references, jar)
-
-
 # -- ROUGE-L and NIST -----------------------------------------------------------------------------
 
 
@@ -161,7 +126,6 @@ def test_scores_say_what_they_are() -> None:
     assert found["bleu"] == pytest.approx(100.0)
     assert found["rouge_l"] == pytest.approx(1.0)
     assert "exact and stem" in found["variants"]["meteor_nltk"]
-    assert "meteor" not in found
     assert set(found["variants"]) == {"bleu", "meteor_nltk", "rouge_l", "nist_nltk"}
     with pytest.raises(InvalidArgumentError, match="2 prompts"):
         score_texts([CAT], [[CAT], [CAT]])

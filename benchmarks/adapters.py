@@ -214,7 +214,7 @@ def opacus(model: nn.Module, setting: Setting, variant: str) -> Step:
 
 
 def opake(model: nn.Module, setting: Setting, variant: str) -> Step:
-    """Opake, with its own clip and noise. It refuses Hugging Face's models that it does not patch."""
+    """Opake, with its own clip and noise. Models of Hugging Face that it does not patch fail."""
     from opake.dpsgd.clipping import clipped_grad
     from opake.dpsgd.noise import gaussian_noise
     from opake.patches import apply_model_patches, apply_runtime_patches

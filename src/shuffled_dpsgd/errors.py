@@ -56,6 +56,16 @@ class InvalidArgumentError(ShuffledDPError, ValueError):
         )
 
 
+def require(holds: object, argument: str, expected: str, got: object, remedy: str = "") -> None:
+    """Refuse an argument unless a condition holds.
+
+    Raises:
+        InvalidArgumentError: it does not.
+    """
+    if not holds:
+        raise InvalidArgumentError(argument, expected=expected, got=got, remedy=remedy)
+
+
 class UnsupportedModuleError(ShuffledDPError):
     """A module or parameter cannot be handled exactly, so it is not handled at all."""
 

@@ -20,14 +20,16 @@ from shuffled_dpsgd.auditing.run import certified_step
 from shuffled_dpsgd.auditing.step import ESTIMATORS
 from shuffled_dpsgd.auditing.taps import trainable
 from shuffled_dpsgd.auditing.verdict import AuditReport, report_on
-from shuffled_dpsgd.core.sampler import Sampler
+from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.training.private import PrivateTraining
 
 FALSE_ALARM = 1e-4
 """Chance that a true Poisson sampler fails any of the four tests."""
 
 
-def check_sampler(sampler: Sampler, *, sampling_prob: float, num_steps: int = 200) -> CheckReport:
+def check_sampler(
+    sampler: PoissonSampler, *, sampling_prob: float, num_steps: int = 200
+) -> CheckReport:
     """Test `num_steps` batches of `sampler` against Poisson sampling at `sampling_prob`.
 
     Every statistic is a two-sided standard normal score; `allowed` is its critical value.

@@ -18,8 +18,8 @@ from core.independent import (
     true_epsilon,
     true_epsilon_together,
 )
+from shuffled_dpsgd.accounting import certified_claim
 from shuffled_dpsgd.accounting.bracket import lower_epsilon
-from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (
     ULPS,

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shuffled_dpsgd.core.card import SEEDED_TWICE
 from shuffled_dpsgd.errors import (
     BudgetExhaustedError,
     CheckpointError,
@@ -29,6 +28,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
     train,
 )
+from shuffled_dpsgd.training.private import SEEDED_TWICE
 from training.cases import (
     Case,
     FixedSampler,

@@ -15,6 +15,7 @@ from shuffled_dpsgd.accounting.accountants import (
 )
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
 from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
+from shuffled_dpsgd.accounting.certified import certified_claim
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -26,7 +27,6 @@ from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
 from shuffled_dpsgd.accounting.units import UnitComparison, compare_units
-from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
 

@@ -26,7 +26,7 @@ from shuffled_dpsgd.accounting.paper import (
 )
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
-from shuffled_dpsgd.core.certified import ASSUMPTIONS, certified_claim
+from shuffled_dpsgd.core.certified import ASSUMPTIONS, claim_for
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -70,6 +70,8 @@ class Accountant:
     def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
         """What a run costs."""
         self._check(mechanism.adjacency)
+        if self.name != "certified":
+            mechanism.refuse_truncated()
         return self.price(mechanism, delta)
 
     def calibrate(self, target: Target) -> Calibration | PaperCalibration:
@@ -148,7 +150,7 @@ STANDARD = (
     Accountant(
         name="certified",
         kind="proven",
-        price=lambda mechanism, delta: certified_claim(**mechanism.to_json(), delta=delta),
+        price=claim_for,
         find=lambda target: calibrate_certified(**asdict(target)),
         adjacencies=("add-remove", "replace-one"),
     ),

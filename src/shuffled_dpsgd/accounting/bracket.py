@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.accounting.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind
 from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (

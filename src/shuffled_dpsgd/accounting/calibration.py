@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.core.certified import claim_for
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
@@ -112,10 +112,13 @@ def calibrate_certified(
     sampling_prob: float,
     num_steps: int,
     adjacency: Adjacency = "add-remove",
+    largest_batch: int | None = None,
+    dataset_size: int | None = None,
 ) -> Calibration:
     """The smallest noise multiplier, to 1e-3 relative, whose certified ε is at most `epsilon`.
 
-    The search is only a guess: what is claimed is what the core certifies at its result.
+    The search is only a guess: what is claimed is what the core certifies at its result. With
+    `largest_batch`, draws of more out of `dataset_size` are cut.
     """
     check_epsilon(epsilon)
     check_delta(delta)
@@ -126,6 +129,8 @@ def calibrate_certified(
             sampling_prob=sampling_prob,
             num_steps=num_steps,
             adjacency=adjacency,
+            largest_batch=largest_batch,
+            dataset_size=None if largest_batch is None else dataset_size,
         )
 
     noise = smallest_noise_multiplier(
@@ -133,10 +138,10 @@ def calibrate_certified(
         lambda sigma: price(mechanism(sigma), delta, CALIBRATION_ERROR),
         guess=_first_guess(mechanism(1.0), epsilon, delta),
     )
-    claim, more = certified_claim(**mechanism(noise).to_json(), delta=delta), SIGMA_ACCURACY / 4.0
+    claim, more = claim_for(mechanism(noise), delta), SIGMA_ACCURACY / 4.0
     while claim.epsilon > epsilon:  # by less than the two accuracies differ
         noise, more = noise * (1.0 + more), 2.0 * more
-        claim = certified_claim(**mechanism(noise).to_json(), delta=delta)
+        claim = claim_for(mechanism(noise), delta)
     return Calibration(noise_multiplier=noise, claim=claim)
 
 

@@ -33,6 +33,7 @@ def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
     """ε by Rényi DP (Mironov, Talwar & Zhang 2019; conversion of Canonne et al. 2020)."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
+    mechanism.refuse_truncated()
     if mechanism.noise_multiplier == 0.0:
         return math.inf
     one = divergences(mechanism.noise_multiplier, mechanism.sampling_prob)

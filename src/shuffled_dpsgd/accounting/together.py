@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -156,9 +156,9 @@ def _claim(
 
 
 def _plain(run: Spent) -> dict[str, Any]:
-    return (
-        asdict(run) if isinstance(run, SampledGaussian) else asdict(run.run) | {"best_of": run.mean}
-    )
+    if isinstance(run, SampledGaussian):
+        return run.to_json()
+    return run.run.to_json() | {"best_of": run.mean}
 
 
 def runs_of(claim: PrivacyClaim) -> tuple[SampledGaussian, ...]:
@@ -171,6 +171,7 @@ def _divergences_of(run: Spent) -> Array:
     """D_α of a whole run or search, at every order."""
     from dp_accounting import dp_event
 
+    (run if isinstance(run, SampledGaussian) else run.run).refuse_truncated()
     if isinstance(run, SampledGaussian):
         return run.num_steps * divergences(run.noise_multiplier, run.sampling_prob)
     step = sampled_gaussian(run.run.noise_multiplier, run.run.sampling_prob)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.core.sampler import Sampler
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.core.sampler import PoissonSampler
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -47,16 +47,15 @@ class Extended:
         return self._data[index] if index < size else self._extra[index - size]
 
 
-class Leaving:
+class Leaving(PoissonSampler):
     """A sampler's own draws without some of the records: they take part in no step."""
 
-    def __init__(self, inner: Sampler, left_out: NDArray[np.integer[Any]]) -> None:
+    def __init__(self, inner: PoissonSampler, left_out: NDArray[np.integer[Any]]) -> None:
+        # Where a batch is cut, a record that is left out would still displace another.
+        require(inner.largest_batch is None, "largest_batch", "none", inner.largest_batch)
         self._inner = inner
+        self.dataset_size = inner.dataset_size
         self._left_out = torch.from_numpy(np.asarray(left_out, dtype=np.int64))
-
-    @property
-    def dataset_size(self) -> int:
-        return self._inner.dataset_size
 
     def indices(self, step: int) -> torch.Tensor:
         drawn = self._inner.indices(step)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, SumFrame
-from shuffled_dpsgd.core.referee import Checks
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame
+from shuffled_dpsgd.core.referee import Checks, Referee
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -23,7 +23,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-class Unwatched:
+class Unwatched(Referee):
     """Takes the referee's place and looks at nothing; its counts stay zero, and the card shows it.
 
     A canary that is added to the sums is what the referee exists to stop.
@@ -38,10 +38,10 @@ class Unwatched:
     begin_step = inspect = inspect_rows = check_bound = before_noise = after_noise = _pass
 
 
-class RecordingMechanism:
+class RecordingMechanism(ShuffledGaussianMechanism):
     """Passes everything on; keeps the last sums it was given, their release, and its norms."""
 
-    def __init__(self, inner: Mechanism) -> None:
+    def __init__(self, inner: ShuffledGaussianMechanism) -> None:
         self.inner = inner
         self.given: dict[str, torch.Tensor] = {}
         self.last: dict[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ class RecordingMechanism:
         *,
         key: bytes,
         frame: SumFrame | None = None,
-        watch: NoiseWatch | None = None,
+        watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
         self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
         self.norms = self.inner.privatize(sums, key=key, frame=frame, watch=watch)

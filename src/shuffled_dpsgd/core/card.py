@@ -144,15 +144,6 @@ TARGET_KINDS = {
     "rdp": "proven, by Rényi DP, which is looser than the certified ε",
     "paper": "heuristic, the paper's estimate",
 }
-SEEDED_TWICE = (
-    "steps were released more than once with different sums: a seeded run draws the same batch "
-    "again, and the accountant prices independent draws only"
-)
-NO_LEDGER = (
-    "a seeded run was resumed without its ledger on disk, so nobody knows which noise was used "
-    "before on other sums"
-)
-
 
 Card = TypeVar("Card", bound=CertifiedCard)
 
@@ -212,9 +203,10 @@ def _sampler(plan: PrivacyPlan) -> str:
         return "the user's own batches, unaccounted"
     most = plan.records_per_unit
     whole = f", with {most} of its records at most, averaged and clipped once" if most else ""
+    cut = "" if plan.largest_batch is None else f", {plan.largest_batch} of a larger draw"
     return (
         f"Poisson, every {_noun(plan)} joins each batch with probability {plan.sampling_prob:.6g} "
-        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}){whole}; "
+        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}){whole}{cut}; "
         f"adjacency {plan.adjacency}"
     )
 

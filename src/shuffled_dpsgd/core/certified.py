@@ -5,7 +5,7 @@ The shuffle is a post-processing of that mechanism and is credited with nothing.
 
 from __future__ import annotations
 
-from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
+from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
 
@@ -17,28 +17,16 @@ ASSUMPTIONS = (
     "Gaussian noise of at least noise_multiplier * clip_norm in every coordinate",
     "shuffling is credited with nothing",
 )
+CUT = "of a larger draw, largest_batch examples are kept, each choice of them equally likely"
 
 
-def certified_claim(
-    *,
-    noise_multiplier: float,
-    sampling_prob: float,
-    num_steps: int,
-    delta: float,
-    adjacency: Adjacency = "add-remove",
-) -> PrivacyClaim:
+def claim_for(mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
     """The proven ε of a run: never below the exact one, and about `RELATIVE_ERROR` above it.
 
     Holds for one release of any checkpoint and for the release of all of them, since every step's
     output is assumed public. With `adjacency="replace-one"` both neighbouring data sets hold the
     example, with different values, and ε is larger.
     """
-    mechanism = SampledGaussian(
-        noise_multiplier=noise_multiplier,
-        sampling_prob=sampling_prob,
-        num_steps=num_steps,
-        adjacency=adjacency,
-    )
     check_delta(delta)
     return claim_of(mechanism, delta, price(mechanism, delta, RELATIVE_ERROR))
 
@@ -46,11 +34,12 @@ def certified_claim(
 def claim_of(mechanism: SampledGaussian, delta: float, epsilon: float) -> PrivacyClaim:
     """The claim that `price` supports, with everything it assumes."""
     relation = f"neighbouring data sets differ by {mechanism.adjacency}"
+    cut = () if mechanism.largest_batch is None else (CUT,)
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
         method=METHOD,
         kind="proven",
-        assumptions=(*ASSUMPTIONS, relation),
+        assumptions=(*ASSUMPTIONS, *cut, relation),
         inputs=mechanism.to_json(),
     )

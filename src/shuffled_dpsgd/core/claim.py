@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 Kind = Literal["proven", "heuristic", "measured"]
 Adjacency = Literal["add-remove", "replace-one"]
@@ -39,12 +39,9 @@ class PrivacyClaim:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise InvalidArgumentError("kind", expected=f"one of {get_args(Kind)}", got=self.kind)
-        if math.isnan(self.epsilon) or self.epsilon < 0.0:
-            raise InvalidArgumentError("epsilon", expected="a number >= 0", got=self.epsilon)
-        if not 0.0 <= self.delta < 1.0:
-            raise InvalidArgumentError("delta", expected="a number in [0, 1)", got=self.delta)
+        require(self.kind in get_args(Kind), "kind", f"one of {get_args(Kind)}", self.kind)
+        require(self.epsilon >= 0.0, "epsilon", "a number >= 0", self.epsilon)
+        require(0.0 <= self.delta < 1.0, "delta", "a number in [0, 1)", self.delta)
         object.__setattr__(self, "assumptions", tuple(self.assumptions))
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 # Keeps the factor of automatic clipping finite (Bu et al. 2023).
 AUTOMATIC_STABILITY = 0.01
@@ -33,11 +33,6 @@ class ClippedSums(Protocol):
 
     def clipped_sum(self) -> Mapping[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name."""
-        ...
-
-    @property
-    def is_checking(self) -> bool:
-        """Whether the engine runs the model at the moment for a check of its own."""
         ...
 
     def lifted(self) -> AbstractContextManager[None]:
@@ -66,8 +61,7 @@ def clip_factor(norm: float, bound: float, clip: str = "flat") -> float:
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What the sums of a parameter are kept in: float64 for float64, else float32."""
-    if not dtype.is_floating_point:
-        raise InvalidArgumentError("dtype", expected="floating point", got=dtype)
+    require(dtype.is_floating_point, "dtype", "floating point", dtype)
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -89,10 +83,8 @@ class PlainClipping:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         whole = [list(self._named)]
         self._groups = whole if clip != "per-layer" else [list(names) for names in groups or ()]
-        if sorted(chain(*self._groups)) != sorted(self._named):
-            raise InvalidArgumentError(
-                "groups", expected="every trainable parameter in one group", got=self._groups
-            )
+        is_whole = sorted(chain(*self._groups)) == sorted(self._named)
+        require(is_whole, "groups", "every trainable parameter in one group", self._groups)
         self._bound = clip_norm / math.sqrt(len(self._groups))
         self._clip = clip
         self.reset()
@@ -127,8 +119,6 @@ class PlainClipping:
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sums themselves: a later `add` adds to them until `reset`."""
         return dict(self._sums)
-
-    is_checking = False
 
     def lifted(self) -> AbstractContextManager[None]:
         """Nothing is attached to the model, so there is nothing to take off."""

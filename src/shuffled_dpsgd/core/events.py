@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from shuffled_dpsgd.core.claim import Adjacency
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 SMALLEST_DELTA = 1e-30
 
@@ -25,60 +25,58 @@ class SampledGaussian:
     every coordinate. Where blocks of coordinates received different noise, `noise_multiplier` is
     the smallest of them: the joint release is a post-processing of the mechanism with that noise
     everywhere (add independent noise to the other blocks).
+
+    Of a draw of more than `largest_batch` out of `dataset_size`, so many take part, chosen by
+    chance. Only accountants that know of it may price such a run.
     """
 
     noise_multiplier: float
     sampling_prob: float
     num_steps: int
     adjacency: Adjacency = "add-remove"
+    largest_batch: int | None = None
+    dataset_size: int | None = None
 
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
         check_sampling(self.sampling_prob, self.num_steps)
-        if self.adjacency not in get_args(Adjacency):
-            expected = f"one of {get_args(Adjacency)}"
-            raise InvalidArgumentError("adjacency", expected=expected, got=self.adjacency)
+        expected = f"one of {get_args(Adjacency)}"
+        require(self.adjacency in get_args(Adjacency), "adjacency", expected, self.adjacency)
+        if self.largest_batch is not None:
+            most, size, q = self.largest_batch, self.dataset_size or 0, self.sampling_prob
+            is_fine = q < 1.0 and q * size <= most < size
+            expected = f"from the expected batch {q * size:g} to less than dataset_size {size}"
+            require(is_fine, "largest_batch", expected, most)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a claim's inputs."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def refuse_truncated(self) -> None:
+        """For accountants that know nothing of a largest batch."""
+        got = self.largest_batch
+        require(got is None, "largest_batch", "none for this accountant", got, "use certified")
 
 
 def check_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1), or so small that nobody has compared its ε with another method."""
-    if not SMALLEST_DELTA <= delta < 1.0:
-        raise InvalidArgumentError(
-            "delta",
-            expected=f"a number from {SMALLEST_DELTA:g} to less than 1",
-            got=delta,
-            remedy="use less than one over the data-set size",
-        )
+    expected = f"a number from {SMALLEST_DELTA:g} to less than 1"
+    is_fine, remedy = SMALLEST_DELTA <= delta < 1.0, "use less than one over the data-set size"
+    require(is_fine, "delta", expected, delta, remedy)
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
     """Refuse noise that is negative or not a number; zero is allowed and protects nothing."""
-    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0.0):
-        raise InvalidArgumentError(
-            "noise_multiplier",
-            expected="a finite number >= 0",
-            got=noise_multiplier,
-            remedy="`shuffled-dpsgd calibrate` finds one for a target epsilon",
-        )
+    remedy = "`shuffled-dpsgd calibrate` finds one for a target epsilon"
+    is_fine = math.isfinite(noise_multiplier) and noise_multiplier >= 0.0
+    require(is_fine, "noise_multiplier", "a finite number >= 0", noise_multiplier, remedy)
 
 
 def check_sampling(sampling_prob: float, num_steps: int) -> None:
     """Refuse a sampling probability outside (0, 1] or fewer than one step."""
-    if not 0.0 < sampling_prob <= 1.0:
-        raise InvalidArgumentError(
-            "sampling_prob",
-            expected="a probability in (0, 1]",
-            got=sampling_prob,
-            remedy="it is the expected batch size over the data-set size",
-        )
-    if not 1 <= num_steps < math.inf or num_steps != int(num_steps):
-        raise InvalidArgumentError(
-            "num_steps",
-            expected="a whole number of steps, at least 1",
-            got=num_steps,
-            remedy="a run without a step releases nothing and needs no accounting",
-        )
+    remedy = "it is the expected batch size over the data-set size"
+    expected = "a probability in (0, 1]"
+    require(0.0 < sampling_prob <= 1.0, "sampling_prob", expected, sampling_prob, remedy)
+    remedy = "a run without a step releases nothing and needs no accounting"
+    is_fine = 1 <= num_steps < math.inf and num_steps == int(num_steps)
+    require(is_fine, "num_steps", "a whole number of steps, at least 1", num_steps, remedy)

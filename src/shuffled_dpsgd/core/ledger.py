@@ -21,7 +21,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,15 +37,6 @@ class LedgerEntry(NamedTuple):
     step: int
     attempt: int
     token: str
-
-
-class ReleaseLedger(Protocol):
-    """What the door asks of a ledger, of one process or of several."""
-
-    @property
-    def key(self) -> bytes: ...
-
-    def record(self, *, step: int, token: str) -> LedgerEntry: ...
 
 
 class Ledger:

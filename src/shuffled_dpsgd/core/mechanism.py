@@ -11,12 +11,15 @@ permuting are post-processing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shuffled_dpsgd.core.noise import NoiseSource, Place, number
+from shuffled_dpsgd.core.noise import GaussianNoise, Place, number
 from shuffled_dpsgd.core.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.core.referee import Referee
 
 
 class SumFrame(Protocol):
@@ -31,40 +34,6 @@ class SumFrame(Protocol):
         ...
 
 
-class Mechanism(Protocol):
-    """Turns sums of clipped gradients into a private gradient, in place.
-
-    Returns the norm of each block's sum before its batch clip. It is computed from private data and
-    not noised, and lies on the device, which need not be waited for. `watch` is called twice with
-    the sums and the stds: before the noise is added, with everything clipped, and after it.
-    """
-
-    def privatize(
-        self,
-        sums: Mapping[str, torch.Tensor],
-        *,
-        key: bytes,
-        frame: SumFrame | None = None,
-        watch: NoiseWatch | None = None,
-    ) -> dict[str, torch.Tensor]: ...
-
-
-class NoiseWatch(Protocol):
-    """Who looks at the noise that is added; the referee does."""
-
-    def before_noise(self, sums: Mapping[str, torch.Tensor]) -> None: ...
-
-    def after_noise(
-        self,
-        sums: Mapping[str, torch.Tensor],
-        *,
-        stds: Mapping[str, float],
-        key: bytes,
-        places: Mapping[str, Place],
-        divide_by: float,
-    ) -> None: ...
-
-
 class ShuffledGaussianMechanism:
     """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan.
 
@@ -75,7 +44,7 @@ class ShuffledGaussianMechanism:
     def __init__(
         self,
         plan: PrivacyPlan,
-        noise: NoiseSource,
+        noise: GaussianNoise,
         *,
         places: Mapping[str, Place] | None = None,
         total: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -91,7 +60,7 @@ class ShuffledGaussianMechanism:
         *,
         key: bytes,
         frame: SumFrame | None = None,
-        watch: NoiseWatch | None = None,
+        watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
         """Make `sums` private in place, with noise from `key`."""
         plan = self._plan

@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from shuffled_dpsgd.core.streams import words
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 LANES = 4096
 _TILE = 2 * LANES
@@ -49,23 +49,6 @@ class Place(NamedTuple):
 
     group: int
     first: int
-
-
-class NoiseSource(Protocol):
-    """Adds noise to named tensors in place and divides: by this definition, to rounding.
-
-    Without `places`, the tensors are a whole release.
-    """
-
-    def add_(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        stds: Mapping[str, float],
-        *,
-        key: bytes,
-        places: Mapping[str, Place] | None = None,
-        divide_by: float = 1.0,
-    ) -> None: ...
 
 
 def number(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
@@ -125,7 +108,10 @@ def normals(
 
 
 class GaussianNoise:
-    """The definition, on the CPU, and copied to whatever device the sums are on."""
+    """The definition, on the CPU, and copied to whatever device the sums are on.
+
+    What is faster is a subclass that adds the same numbers, to rounding.
+    """
 
     def add_(
         self,
@@ -165,16 +151,11 @@ def sketch(
 
 def check_sums(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> None:
     """Refuse sums that noise cannot be added to as it should be."""
-    if tensors.keys() != stds.keys():
-        missing = sorted(set(tensors) ^ set(stds))
-        raise InvalidArgumentError(
-            "stds", expected="one standard deviation per tensor", got=f"mismatch at {missing}"
-        )
+    missing = sorted(set(tensors) ^ set(stds))
+    require(not missing, "stds", "one standard deviation per tensor", f"mismatch at {missing}")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _WIDE or not tensor.is_contiguous():
-            raise InvalidArgumentError(
-                name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
-            )
+        is_fine = tensor.dtype in _WIDE and tensor.is_contiguous()
+        require(is_fine, name, "a contiguous float32 or float64 sum", tensor.dtype)
 
 
 _Part = list[tuple[str, int, torch.Tensor]]

@@ -50,7 +50,8 @@ class PrivacyPlan:
     that shuffling would need more noise, and the run is plain DP-SGD.
 
     With `records_per_unit`, whoever is drawn and protected has several records (a unit): sizes and
-    probabilities count units, and of a unit that is drawn so many records take part at most.
+    probabilities count units, and of a unit that is drawn so many records take part at most. Of a
+    batch of more than `largest_batch` so many are kept.
     """
 
     dataset_size: int
@@ -72,6 +73,7 @@ class PrivacyPlan:
     noise_frame: NoiseFrame = "shuffled"
     seed: int | None = None
     records_per_unit: int | None = None
+    largest_batch: int | None = None
     falls_back: bool = False
 
     @property
@@ -123,9 +125,9 @@ class PrivacyPlan:
         if steps == 0:
             return self.nothing_released("proven")
         # Here, because options import this file and must stay light.
-        from shuffled_dpsgd.core.certified import certified_claim
+        from shuffled_dpsgd.core.certified import claim_for
 
-        claim = certified_claim(**self.mechanism(steps).to_json(), delta=self.delta)
+        claim = claim_for(self.mechanism(steps), self.delta)
         if self.records_per_unit:
             claim = replace(claim, assumptions=(*claim.assumptions, ONE_UNIT))
         return claim
@@ -137,6 +139,8 @@ class PrivacyPlan:
             sampling_prob=self.sampling_prob,
             num_steps=self.num_steps if num_steps is None else num_steps,
             adjacency=self.adjacency,
+            largest_batch=self.largest_batch,
+            dataset_size=None if self.largest_batch is None else self.dataset_size,
         )
 
     def nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:

@@ -17,6 +17,14 @@ side are parallel and as long as allowed, and the third smallest when the sides 
 pairs above. Averaging over the others' draws keeps the bound (δ is jointly convex), and pairs that
 dominate every step dominate adaptive composition (Zhu, Dong & Wang 2022, Thm. 10). ∎
 
+A largest batch M. If the others' draw S has fewer than M records, nothing is cut and the pairs are
+those above for one record. If it has at least M, then with the record drawn and kept (probability
+q·M/(|S| + 1) at most q) the batch is the record and M − 1 of S. That is an even choice of M out of
+S, the batch without the record, with one of them exchanged for it: the means move by 2 at most, in
+opposite directions where values differ. So the pairs are those above at noise σ/2, given S. Giving
+away which case it is keeps the bound, and so does a larger probability of the second, which is
+the worse one. It is Pr[Bin(N, q) ≥ M] at most, as others number N at most. ∎
+
 Steps of several runs compose in the same way, one direction at a time: a unit that is in the data
 is in them for every run. The pairs of all steps must be fixed before the first.
 
@@ -45,7 +53,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -55,7 +63,7 @@ import numpy.typing as npt
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq, minimize_scalar
 from scipy.signal import lfilter
-from scipy.special import gammaln, log_ndtr
+from scipy.special import betainc, gammaln, log_ndtr
 
 from shuffled_dpsgd.core.events import SampledGaussian
 
@@ -70,6 +78,7 @@ LEAST_NOISE = 1e-6
 TABLE = 4001
 COARSER = 16.0
 LARGEST_LATTICE = 2**21
+BETA_ERROR = 1e-6  # of scipy's betainc, which is right to 1e-12 (a test compares it with mpmath)
 
 
 @lru_cache(maxsize=4096)
@@ -86,6 +95,8 @@ def price(
     runs = (runs,) if isinstance(runs, SampledGaussian) else runs
     if any(run.noise_multiplier < LEAST_NOISE for run in runs):
         return math.inf
+    if records > 1 and any(run.largest_batch is not None for run in runs):
+        return math.inf  # Nothing is proven here for groups under a largest batch.
     return max(upper_epsilon(steps, delta, relative_error) for steps in directions(runs, records))
 
 
@@ -161,10 +172,19 @@ class StepPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """So many steps with one worst case, in one direction."""
+    """So many steps with one worst case, in one direction; by a known `chance`, `other` is it."""
 
     pair: StepPair
     count: int
+    other: StepPair | None = None
+    chance: float = 0.0
+
+    @property
+    def cases(self) -> list[tuple[float, StepPair]]:
+        """Each worst case with its probability."""
+        if self.other is None:
+            return [(1.0, self.pair)]
+        return [(1.0 - self.chance, self.pair), (self.chance, self.other)]
 
 
 def directions(runs: Sequence[SampledGaussian], records: int = 1) -> list[list[Steps]]:
@@ -172,12 +192,21 @@ def directions(runs: Sequence[SampledGaussian], records: int = 1) -> list[list[S
     alike: Counter[SampledGaussian] = Counter()
     for run in runs:
         alike[replace(run, num_steps=1)] += run.num_steps
-    kinds = [pairs_of(replace(run, num_steps=count), records) for run, count in alike.items()]
-    sides = max(len(pairs) for pairs, _ in kinds)
-    return [
-        [Steps(pair=pairs[side % len(pairs)], count=count) for pairs, count in kinds]
-        for side in range(sides)
-    ]
+    kinds = [steps_of(replace(run, num_steps=count), records) for run, count in alike.items()]
+    sides = max(map(len, kinds))
+    return [[steps[side % len(steps)] for steps in kinds] for side in range(sides)]
+
+
+def steps_of(run: SampledGaussian, records: int = 1) -> list[Steps]:
+    """The steps of one run, in every direction."""
+    pairs, count = pairs_of(run, records)
+    if run.largest_batch is None:
+        return [Steps(pair=pair, count=count) for pair in pairs]
+    most, size, q = run.largest_batch, run.dataset_size or 0, run.sampling_prob
+    chance = min(float(betainc(most, size - most + 1.0, q)) * (1.0 + BETA_ERROR), 1.0)
+    others, _ = pairs_of(replace(run, noise_multiplier=run.noise_multiplier / 2.0))
+    both = zip(pairs, others, strict=True)
+    return [Steps(pair=pair, count=count, other=other, chance=chance) for pair, other in both]
 
 
 def pairs_of(mechanism: SampledGaussian, records: int = 1) -> tuple[tuple[StepPair, ...], int]:
@@ -207,9 +236,9 @@ def pairs_of(mechanism: SampledGaussian, records: int = 1) -> tuple[tuple[StepPa
 class Frame:
     """Where to look, estimated by quadrature. It decides accuracy and never soundness.
 
-    The outputs of each kind of step `ranges` from here to there. `tilt`; the tilted composed loss's
-    `centre`, `deviation` and window from `bottom` to `top`, with the exponents of Markov's
-    inequality at its two ends.
+    The outputs of each case of each kind of step `ranges` from here to there. `tilt`; the tilted
+    composed loss's `centre`, `deviation` and window from `bottom` to `top`, with the exponents of
+    Markov's inequality at its two ends.
     """
 
     ranges: list[tuple[float, float]]
@@ -228,9 +257,12 @@ def frame_for(steps: list[Steps], *, delta: float, epsilon: float | None = None)
     With K(λ) the sum of log E_P[e^{λl}] over all steps, Markov's inequality gives δ(ε) ≤
     exp(K(λ) − λε). The best λ for δ minimises (K(λ) + log 1/δ)/λ, and for ε it minimises K(λ) −
     λε. Either way the composed loss tilted by λ has that ε for its mean. The same inequality ends
-    the window. One row of each array is for one kind of step.
+    the window. One row of each array is for one case of a kind of step.
     """
-    pairs, counts = [each.pair for each in steps], np.array([each.count for each in steps])
+    cases, counts = [each.cases for each in steps], np.array([each.count for each in steps])
+    starts = np.cumsum([0, *map(len, cases[:-1])])
+    kind = np.repeat(np.arange(len(cases)), list(map(len, cases)))
+    pairs = [pair for kinds in cases for _, pair in kinds]
     lost = LOST_SHARE / float(counts.sum())
     lows = [-pair.upper.mirrored().quantile_above(LOW_TAIL) for pair in pairs]
     x = np.linspace(lows, [pair.upper.quantile_above(lost * delta) for pair in pairs], TABLE).T
@@ -238,12 +270,14 @@ def frame_for(steps: list[Steps], *, delta: float, epsilon: float | None = None)
     density = np.stack([pair.upper.log_ratio(row)[0] for pair, row in zip(pairs, x, strict=True)])
     density -= 0.5 * (x / np.array([[pair.upper.noise] for pair in pairs])) ** 2
     density -= np.logaddexp.reduce(density, axis=1, keepdims=True)
+    density += np.log([max(chance, LOW_TAIL) for kinds in cases for chance, _ in kinds])[:, None]
 
     def cumulants(tilt: float) -> Array:
-        return np.logaddexp.reduce(density + tilt * losses, axis=1, keepdims=True)
+        by_case = np.logaddexp.reduce(density + tilt * losses, axis=1)
+        return np.asarray(np.logaddexp.reduceat(by_case, starts))
 
     def cumulant(tilt: float) -> float:
-        return float(counts @ cumulants(tilt)[:, 0])
+        return float(counts @ cumulants(tilt))
 
     def bound(tilt: float) -> float:
         if epsilon is None:
@@ -251,9 +285,10 @@ def frame_for(steps: list[Steps], *, delta: float, epsilon: float | None = None)
         return cumulant(tilt) - tilt * epsilon
 
     def mean_and_deviation(tilt: float) -> tuple[float, float]:
-        shares = np.exp(density + tilt * losses - cumulants(tilt))
-        means = (shares * losses).sum(axis=1)
-        variance = float(counts @ (shares * (losses - means[:, None]) ** 2).sum(axis=1))
+        shares = np.exp(density + tilt * losses - cumulants(tilt)[kind, None])
+        means = np.add.reduceat((shares * losses).sum(axis=1), starts)
+        squares = (shares * (losses - means[kind, None]) ** 2).sum(axis=1)
+        variance = float(counts @ np.add.reduceat(squares, starts))
         return float(counts @ means), max(math.sqrt(variance), 1e-12)
 
     untilted = mean_and_deviation(0.0)[1]
@@ -267,7 +302,8 @@ def frame_for(steps: list[Steps], *, delta: float, epsilon: float | None = None)
     above = _best(reach, 1e-2 / deviation, 1e2 / deviation)
     below = _best(lambda t: reach(-t), 1e-2 / deviation, 1e2 / deviation)
     # Smaller outputs than the first have a tilted probability of at most LOST_SHARE in all steps.
-    smaller = np.logaddexp.accumulate(density, axis=1) + tilt * losses - cumulants(tilt)
+    smaller = np.logaddexp.accumulate(density, axis=1) + tilt * losses
+    smaller -= cumulants(tilt)[kind, None]
     first = np.maximum((smaller < math.log(lost)).sum(axis=1) - 1, 0)
     return Frame(
         ranges=[(float(row[i]), float(row[-1])) for row, i in zip(x, first, strict=True)],
@@ -295,8 +331,9 @@ def spacing_for(steps: list[Steps], frame: Frame, allowed: float) -> float:
     """
     curvature = max(frame.tilt * (frame.tilt + 1.0), frame.deviation**-2)
     widest = frame.top - frame.bottom
-    for each, ends in zip(steps, frame.ranges, strict=True):
-        losses = each.pair.loss(np.array(ends))[0]
+    pairs = [pair for each in steps for _, pair in each.cases]
+    for pair, ends in zip(pairs, frame.ranges, strict=True):
+        losses = pair.loss(np.array(ends))[0]
         widest = max(widest, float(losses[1] - losses[0]))
     total = sum(each.count for each in steps)
     wanted = max(math.sqrt(12.0 * allowed / (total * curvature)), widest / LARGEST_LATTICE)
@@ -335,8 +372,23 @@ class Lattice:
     offset: float = 0.0
 
 
-def rounded_up(steps: Steps, ends: tuple[float, float], spacing: float) -> Lattice:
-    """A lattice law whose δ(ε) is at least the pair's, for every ε.
+def rounded_up(steps: Steps, ranges: Iterator[tuple[float, float]], spacing: float) -> Lattice:
+    """A lattice law whose δ(ε) is at least that of all the step's cases together.
+
+    Takes the next of the `ranges` for each case.
+    """
+    parts = [(chance, *_rounded(pair, next(ranges), spacing)) for chance, pair in steps.cases]
+    first = min(start for _, start, _, _ in parts)
+    masses = np.zeros(max(start + own.size for _, start, own, _ in parts) - first)
+    lost, wider = 0.0, 1.0 + 8.0 * ULPS * UNIT
+    for chance, start, own, left_out in parts:
+        masses[start - first :][: own.size] += chance * own * wider
+        lost += chance * left_out * wider
+    return Lattice(spacing=spacing, first=first, masses=masses, count=steps.count, lost=lost)
+
+
+def _rounded(pair: StepPair, ends: tuple[float, float], spacing: float) -> tuple[int, Array, float]:
+    """(first place, masses, lost mass) of a law whose δ(ε) is at least the pair's, for every ε.
 
     Let S_P and S_Q be the tails at the cuts x_i, l_i the losses there, and p_i, q_i the masses of
     the cells. The two ends of a cell get P-masses `down` at l_i and `up` at l_{i+1}, with
@@ -349,9 +401,8 @@ def rounded_up(steps: Steps, ends: tuple[float, float], spacing: float) -> Latti
     Floats: S_P is taken too large and S_Q too small by more than their errors, which raises
     δ(l_i). `up` is raised by more than the error of its formula (of p_i, q_i and the cell's
     width), at the expense of `down`, and a mass that comes out negative is dropped: both raise δ.
-    A last factor covers the sums.
+    A last factor, of the caller, covers the sums.
     """
-    pair = steps.pair
     x, losses, error = cut(pair, ends, spacing, side=-1.0)
     index = np.ceil((losses + 2.0 * error) / spacing)
     index[0] = math.floor((losses[0] - 2.0 * error) / spacing)
@@ -371,11 +422,7 @@ def rounded_up(steps: Steps, ends: tuple[float, float], spacing: float) -> Latti
     np.add.at(masses, place[:-1], np.maximum(p - up, 0.0))
     np.add.at(masses, place[1:], np.maximum(up, 0.0))
     masses[place[1]] += max(-math.expm1(above[0]), 0.0)
-    wider = 1.0 + 8.0 * ULPS * UNIT
-    lost = math.exp(above[-1]) * wider
-    masses *= wider
-    first, count = int(index[0]), steps.count
-    return Lattice(spacing=spacing, first=first, masses=masses, count=count, lost=lost)
+    return int(index[0]), masses, math.exp(above[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,7 +546,8 @@ def upper_epsilon(steps: list[Steps], delta: float, relative_error: float) -> fl
 def lattices_for(steps: list[Steps], frame: Frame, allowed: float) -> list[Lattice]:
     """Every kind of step on one lattice, whose rounding raises log δ by about `allowed`."""
     spacing = spacing_for(steps, frame, allowed)
-    return [rounded_up(each, ends, spacing) for each, ends in zip(steps, frame.ranges, strict=True)]
+    ranges = iter(frame.ranges)
+    return [rounded_up(each, ranges, spacing) for each in steps]
 
 
 def _priced(steps: list[Steps], frame: Frame, delta: float, error: float) -> float:

@@ -480,17 +480,14 @@ class Referee:
             self.checks.noise += 1
         self._noise = []
 
-    @property
-    def _device(self) -> str:
-        return next(self._model.parameters()).device.type
-
     def _tolerance(self) -> float:
         dtypes = {p.dtype for p in self._model.parameters() if p.requires_grad}
         computed = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         computed |= frozenset() if self._shards is None else self._shards.computed_in
         if self._half or computed & {torch.float16, torch.bfloat16}:
             return HALF_TOLERANCE
-        if self._device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        device = next(self._model.parameters()).device.type
+        if device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             return TF32_TOLERANCE
         return max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
 

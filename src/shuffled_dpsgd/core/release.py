@@ -19,10 +19,10 @@ from typing import Protocol
 import torch
 
 from shuffled_dpsgd.core.clip import ClippedSums
-from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
-from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, SumFrame, joint_norm
+from shuffled_dpsgd.core.ledger import Ledger, fingerprint
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame, joint_norm
 from shuffled_dpsgd.core.noise import Place, sketch
-from shuffled_dpsgd.core.referee import FIRST_STEPS, Checks
+from shuffled_dpsgd.core.referee import FIRST_STEPS, Referee
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import BudgetExhaustedError, RefereeError
 
@@ -50,22 +50,6 @@ class Exchange(Protocol):
     def spread(self, shares: Tensors) -> Tensors:
         """Whole private gradients from everybody's shares."""
         ...
-
-
-class Inspector(NoiseWatch, Protocol):
-    """Who looks at a release: the referee, or nobody where an audit plants something in it."""
-
-    checks: Checks
-
-    def begin_step(self) -> None: ...
-
-    def inspect(
-        self, sums: Mapping[str, torch.Tensor], *, norm: float | None, count: int, drawn: int
-    ) -> None: ...
-
-    def inspect_rows(self, sums: Mapping[str, torch.Tensor]) -> None: ...
-
-    def check_bound(self, norm: float, *, count: int) -> None: ...
 
 
 class Door:
@@ -98,7 +82,7 @@ class Door:
         self._timed = timed
         self._inspected: tuple[int, Tensors, float] | None = None
 
-    def inspect(self, engine: ClippedSums, referee: Inspector, *, step: int, drawn: int) -> None:
+    def inspect(self, engine: ClippedSums, referee: Referee, *, step: int, drawn: int) -> None:
         """Have the referee look at this process's sums of `step`, of `drawn` records.
 
         Raises:
@@ -118,9 +102,9 @@ class Door:
         *,
         step: int,
         count: int,
-        referee: Inspector,
-        ledger: ReleaseLedger,
-        mechanism: Mechanism,
+        referee: Referee,
+        ledger: Ledger,
+        mechanism: ShuffledGaussianMechanism,
         frame: SumFrame | None = None,
     ) -> Tensors:
         """Make the inspected sums private, over `count` records of all processes, and update.
@@ -176,7 +160,7 @@ class Door:
             )
         return shares
 
-    def _record(self, sums: Mapping[str, torch.Tensor], step: int, ledger: ReleaseLedger) -> bytes:
+    def _record(self, sums: Mapping[str, torch.Tensor], step: int, ledger: Ledger) -> bytes:
         """Write the release down; returns the key of its noise, which is used once."""
         secure = self._streams.secure
         token = secrets.token_hex(16) if secure else self._fingerprinted(sums, ledger.key)

@@ -24,7 +24,7 @@ from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.core.release import Door
 from shuffled_dpsgd.core.sampler import PoissonSampler, some_of
 from shuffled_dpsgd.core.streams import RandomStreams
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 
 def train(
@@ -53,12 +53,15 @@ def train(
     >>> card.certified.describe()
     'ε = 0.982 (proven) at δ = 0.001 by PLD'
     """
-    if len(data) != plan.dataset_size:
-        raise InvalidArgumentError("data", expected=f"{plan.dataset_size} records", got=len(data))
+    size = plan.dataset_size
+    require(len(data) == size, "data", f"{size} records, or units", len(data))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     streams = RandomStreams(plan.seed)
     sampler = PoissonSampler(
-        dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
+        dataset_size=plan.dataset_size,
+        sampling_prob=plan.sampling_prob,
+        streams=streams,
+        largest_batch=plan.largest_batch,
     )
     engine = PlainClipping(model, clip_norm=plan.clip_norm, clip=plan.clip)
     referee = Referee(model, engine, clip_norm=plan.clip_norm, clip=plan.clip)
@@ -78,12 +81,13 @@ def train(
         drawn = sampler.indices(step).tolist()
         engine.reset()
         for index in drawn:
-            if plan.records_per_unit:
+            own, most = data[index], plan.records_per_unit
+            if most is not None:
                 key = streams.key("sampling", step, 1 + index)
-                chosen = some_of(range(len(data[index])), plan.records_per_unit, key)
-                engine.add(torch.stack([loss(model, data[index][i]) for i in chosen]).mean())
+                losses = [loss(model, own[i]) for i in some_of(range(len(own)), most, key)]
             else:
-                engine.add(loss(model, data[index]))
+                losses = [loss(model, own)]
+            engine.add(torch.stack(losses).mean())
         door.inspect(engine, referee, step=step, drawn=len(drawn))
         door.release(
             step=step, count=len(drawn), referee=referee, ledger=ledger, mechanism=mechanism

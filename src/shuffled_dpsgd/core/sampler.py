@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,55 +21,42 @@ from numpy.typing import NDArray
 
 from shuffled_dpsgd.core.events import check_sampling
 from shuffled_dpsgd.core.streams import RandomStreams, uniform_keys, words
-from shuffled_dpsgd.errors import InvalidArgumentError
-
-
-class Sampler(Protocol):
-    """Which records take part in a step."""
-
-    @property
-    def dataset_size(self) -> int: ...
-
-    def indices(self, step: int) -> torch.Tensor:
-        """The records of logical batch `step`, as a one-dimensional int64 tensor."""
-        ...
+from shuffled_dpsgd.errors import require
 
 
 class PoissonSampler:
     """Each of `dataset_size` records joins each batch with probability `sampling_prob`.
 
-    Batch sizes vary from zero to `dataset_size`; nothing is dropped, padded or topped up, because
-    any of those would make one record's presence depend on the others.
+    Batch sizes vary from zero to `dataset_size`. Of more than `largest_batch` so many are kept,
+    each choice of them equally likely. Then one record's presence depends on the others, and ε is
+    larger (`pld`). Nothing else is dropped, padded or topped up.
 
     >>> sampler = PoissonSampler(dataset_size=8, sampling_prob=0.5, streams=RandomStreams(seed=1))
     >>> sampler.indices(0).tolist() == sampler.indices(0).tolist()
     True
     """
 
-    def __init__(self, *, dataset_size: int, sampling_prob: float, streams: RandomStreams) -> None:
-        if dataset_size < 1:
-            raise InvalidArgumentError("dataset_size", expected="at least 1", got=dataset_size)
+    def __init__(
+        self,
+        *,
+        dataset_size: int,
+        sampling_prob: float,
+        streams: RandomStreams,
+        largest_batch: int | None = None,
+    ) -> None:
+        require(dataset_size >= 1, "dataset_size", "at least 1", dataset_size)
         check_sampling(sampling_prob, num_steps=1)
-        self._dataset_size = dataset_size
-        self._sampling_prob = sampling_prob
+        self.dataset_size = dataset_size
+        self.sampling_prob = sampling_prob
         self._streams = streams
-
-    @property
-    def dataset_size(self) -> int:
-        """Number of records the sampler draws from."""
-        return self._dataset_size
-
-    @property
-    def sampling_prob(self) -> float:
-        """Probability of one record joining one batch."""
-        return self._sampling_prob
+        self.largest_batch = largest_batch
 
     def indices(self, step: int) -> torch.Tensor:
         """The records of logical batch `step`, ascending, possibly none.
 
         The same at every call, until the run's streams are renewed.
         """
-        size, prob = self._dataset_size, self._sampling_prob
+        size, prob = self.dataset_size, self.sampling_prob
         if prob == 1.0:
             return torch.arange(size)
         key = self._streams.key("sampling", step)
@@ -81,6 +67,10 @@ class PoissonSampler:
         while found.size == count:
             count *= 2
             found = _places(key, count, prob, size)
+        most = self.largest_batch
+        if most is not None and found.size > most:
+            key = self._streams.key("sampling", step, attempt=1)
+            found = np.sort(some_of(found.tolist(), most, key))
         return torch.from_numpy(found)
 
 

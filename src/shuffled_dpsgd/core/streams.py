@@ -28,7 +28,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 # Seeded runs of another version draw other numbers. Records and checkpoints carry it.
 STREAM_VERSION = 2
@@ -52,10 +52,8 @@ def words(
     np.True_
     """
     assert first >= 0
-    if first + count > MOST_WORDS:
-        raise InvalidArgumentError(
-            "count", expected=f"at most {MOST_WORDS} words of one stream", got=first + count
-        )
+    last = first + count
+    require(last <= MOST_WORDS, "count", f"at most {MOST_WORDS} words of one stream", last)
     block, skipped = divmod(first, WORDS_PER_BLOCK)
     nonce = b"".join(part.to_bytes(4, "little") for part in (block, stream, group, 0))
     cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
@@ -81,8 +79,7 @@ class RandomStreams:
     """
 
     def __init__(self, seed: int | None = None, *, secret: bytes | None = None) -> None:
-        if seed is not None and seed < 0:
-            raise InvalidArgumentError("seed", expected="a non-negative integer", got=seed)
+        require(seed is None or seed >= 0, "seed", "a non-negative integer", seed)
         self._seed = seed
         self._secret = secret or fresh_key()
 

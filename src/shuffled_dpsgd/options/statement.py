@@ -148,6 +148,12 @@ class Schedule:
     physical_batch_size: int | None = _option(
         None, "Samples in memory at once; never changes what is released."
     )
+    largest_batch: int | None = _option(
+        None,
+        "M, a hard bound on a batch: of a larger draw so many are kept, and with pad_batches all "
+        "batches have that shape. ε counts what it costs, which from about 1.2 times the expected "
+        "size on is nothing.",
+    )
 
     def __post_init__(self) -> None:
         validation.check_schedule(self)

@@ -124,7 +124,7 @@ def _check_paper(budget: Budget) -> None:
 def check_schedule(schedule: Schedule) -> None:
     """Sizes are positive, and the length is given once."""
     _check_positive_integer("expected_batch_size", schedule.expected_batch_size)
-    for name in ("epochs", "num_steps", "physical_batch_size"):
+    for name in ("epochs", "num_steps", "physical_batch_size", "largest_batch"):
         if getattr(schedule, name) is not None:
             _check_positive_integer(name, getattr(schedule, name))
     lengths = {"epochs": schedule.epochs, "num_steps": schedule.num_steps}
@@ -142,6 +142,22 @@ def check_together(options: PrivacyOptions) -> None:
         options.expected_batch_size,
         "the sampling probability cannot exceed 1",
     )
+    most = options.largest_batch
+    if most is not None:
+        _demand(
+            options.expected_batch_size <= most < options.dataset_size,
+            "largest_batch",
+            "from expected_batch_size to less than dataset_size",
+            most,
+            "without it batches are as large as they are drawn",
+        )
+        if options.accounting != "certified" or options.budget or options.sampling != "poisson":
+            raise _clash(
+                "largest_batch",
+                f"accounting={options.accounting!r}, budget={options.budget!r}, "
+                f"sampling={options.sampling!r}",
+                "accounting='certified' without a budget file: no other accountant knows of it",
+            )
     if options.clip == "none" and options.epsilon is not None:
         raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
     if options.sampling == "unaccounted" and options.epsilon is not None:

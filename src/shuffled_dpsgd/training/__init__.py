@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.core.ledger import Ledger
-from shuffled_dpsgd.core.mechanism import Mechanism, ShuffledGaussianMechanism
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.core.noise import GaussianNoise
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
-from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
+from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.options import PrivacyOptions
 from shuffled_dpsgd.training.assemble import assemble, make_private
@@ -29,7 +29,6 @@ __all__ = [
     "GaussianNoise",
     "Ledger",
     "LoopSettings",
-    "Mechanism",
     "NoiseBlock",
     "Outcome",
     "PoissonSampler",
@@ -40,7 +39,6 @@ __all__ = [
     "Progress",
     "RandomStreams",
     "Release",
-    "Sampler",
     "ShuffledGaussianMechanism",
     "SpendingCurve",
     "StepMetrics",

@@ -275,7 +275,8 @@ def write_card(
     `shows_sums` says whether the released weights tell every sum; otherwise the card does not say
     that the certified ε is attained.
     """
-    covered = num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
+    whole = num_steps == plan.num_steps and plan.largest_batch is None
+    covered = whole and not (plan.uncertifiable or why_not)
     found = core_card.write_card(
         plan,
         PrivacyCard,

@@ -20,11 +20,8 @@ _TRIAL_KEY = bytes(range(112, 144))
 _TRIAL_PLACE, _TRIAL_SIZE = Place(1, 4080), 9008
 
 
-class DeviceNoise:
+class DeviceNoise(GaussianNoise):
     """Adds the noise that the core defines, on the device of each sum."""
-
-    def __init__(self) -> None:
-        self._plain = GaussianNoise()
 
     def add_(
         self,
@@ -46,7 +43,7 @@ class DeviceNoise:
         if others:
             TAKEN["noise"].add("chacha")
             own = {name: stds[name] for name in others}
-            self._plain.add_(others, own, key=key, places=places, divide_by=divide_by)
+            super().add_(others, own, key=key, places=places, divide_by=divide_by)
 
 
 def add_by_kernel_(

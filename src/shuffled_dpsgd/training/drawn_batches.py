@@ -151,6 +151,7 @@ class DrawnBatches:
                 expected=math.ceil(run.plan.expected_batch_size / run.world.size),
                 lengths=self._lengths(data),
                 pads=pad_batches,
+                most=run.plan.largest_batch,
                 device=run.device.type,
                 max_length=getattr(
                     getattr(run.model, "config", None), "max_position_embeddings", None

@@ -103,7 +103,8 @@ class Layout:
 
     With `pads`, batches are filled with copies of one of their own samples, which do not count.
     `lengths` are those of all records, or None. `expected` is the expected size of a logical batch.
-    No batch is padded beyond `max_length`, the model's positions, or else the longest record.
+    No batch is padded beyond `max_length`, the model's positions, or else the longest record. Where
+    no logical batch has more than `most` samples, there is one shape alone.
     """
 
     def __init__(
@@ -115,11 +116,13 @@ class Layout:
         pads: bool = False,
         device: str = "cpu",
         max_length: int | None = None,
+        most: int | None = None,
     ) -> None:
         self._batch_size = batch_size
         self._lengths = lengths
         self.pads = pads
         self._max_length = max_length or 0
+        self._most = most
         self._tokens_per_batch = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cuda"])
         self.shapes: tuple[Shape, ...] = self._planned(expected) if pads else ()
 
@@ -165,7 +168,7 @@ class Layout:
     def _part(self, chunk: Sequence[int], size: int, length: int | None) -> Part:
         copies = 0
         if self.pads and len(chunk) < size:
-            step = _round_up(size / NUM_SIZES)
+            step = size if self._most is not None else _round_up(size / NUM_SIZES)
             copies = min(size, math.ceil(len(chunk) / step) * step) - len(chunk)
         records = (*chunk, *[chunk[0]] * copies)
         return Part(records=records, counted=len(chunk), length=length)
@@ -173,6 +176,9 @@ class Layout:
     def _planned(self, expected: int) -> tuple[Shape, ...]:
         """The cheapest shapes for an expected batch; the last has room for larger batches."""
         extra = HEAD_ROOM * math.sqrt(expected)
+        if self._most is not None:
+            longest = max(self._lengths or (0,))
+            return (self._shape(self._most, length_class(longest) if longest else 0),)
         if self._lengths is None:
             return (self._shape(expected + extra, 0),)
         share = expected / len(self._lengths)

@@ -22,7 +22,7 @@ import torch
 from shuffled_dpsgd.clipping.arguments import require_positive
 from shuffled_dpsgd.core.clip import ClippedSums
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.core.release import Inspector
+from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 COORDINATE = "(share of records below the clip)"
@@ -119,9 +119,9 @@ class MovingClip:
             )
         return cast(ClippedSums, _Counted(engine, self._plan)) if self._share else engine
 
-    def watched(self, referee: Inspector) -> Inspector:
+    def watched(self, referee: Referee) -> Referee:
         """The referee, whose bound is for gradients alone, looking at both together."""
-        return cast(Inspector, _JointBound(referee, self._plan)) if self._share else referee
+        return cast(Referee, _JointBound(referee, self._plan)) if self._share else referee
 
     def taken(self, released: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The private gradients as the optimizer takes them; moves the clip for the next step."""
@@ -155,7 +155,7 @@ class _Counted:
 
 
 class _JointBound:
-    def __init__(self, referee: Inspector, plan: PrivacyPlan) -> None:
+    def __init__(self, referee: Referee, plan: PrivacyPlan) -> None:
         self._referee = referee
         self._part = gradient_clip(plan) / plan.clip_norm
 

@@ -87,7 +87,12 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
         "num_steps": options.steps(),
     }
     if options.accounting == "certified":
-        found = calibrate_certified(**common, adjacency=options.adjacency)
+        found = calibrate_certified(
+            **common,
+            adjacency=options.adjacency,
+            largest_batch=options.largest_batch,
+            dataset_size=options.dataset_size,
+        )
         return found.noise_multiplier, found.noise_multiplier
     if options.accounting == "rdp":
         calibrated = calibrate_rdp(**common, adjacency=options.adjacency)

@@ -21,14 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
-from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.ledger import Ledger
-from shuffled_dpsgd.core.mechanism import Mechanism
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
-from shuffled_dpsgd.core.release import Door, Exchange, Inspector
-from shuffled_dpsgd.core.sampler import Sampler
+from shuffled_dpsgd.core.release import Door, Exchange
+from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
 from shuffled_dpsgd.distributed.exchange import ShardedTotals
 from shuffled_dpsgd.distributed.world import World
@@ -73,6 +72,16 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
 
 
+SEEDED_TWICE = (
+    "steps were released more than once with different sums: a seeded run draws the same batch "
+    "again, and the accountant prices independent draws only"
+)
+NO_LEDGER = (
+    "a seeded run was resumed without its ledger on disk, so nobody knows which noise was used "
+    "before on other sums"
+)
+
+
 class PrivateTraining:
     """One private run: draws Poisson batches and updates the weights by Algorithm 1.
 
@@ -88,8 +97,8 @@ class PrivateTraining:
         optimizer: torch.optim.Optimizer,
         plan: PrivacyPlan,
         engine: ClippingEngine,
-        sampler: Sampler,
-        mechanism: Mechanism,
+        sampler: PoissonSampler,
+        mechanism: ShuffledGaussianMechanism,
         ledger: Ledger,
         streams: RandomStreams,
         spec: PermutationSpec | None,
@@ -158,7 +167,7 @@ class PrivateTraining:
         else:
             self._referee.witness = self._witness
             self._witness.wants.append(self._referee.wants)
-        self.referee: Inspector = self.moving_clip.watched(self._referee)
+        self.referee = self.moving_clip.watched(self._referee)
         self._door = Door(
             names=(*self._trainable, *self.moving_clip.names),
             streams=streams,

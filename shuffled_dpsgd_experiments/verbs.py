@@ -146,7 +146,6 @@ def sweep(
     stop_after: Annotated[
         float | None, typer.Option(help="Start no cell after so many seconds.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that share the cells.")] = 1,
     table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -154,8 +153,8 @@ def sweep(
 
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
     where it was; exit status 3 says that cells are missing. A cell that fails is named, with the
-    reason, and stepped over; exit status 2 then says so. Of several sweeps, cells of a later one
-    fill the time in which an earlier one has too few for all processes. Needs a clone.
+    reason, and stepped over; exit status 2 then says so. Commands that share a folder of results
+    share the work. Needs a clone.
     """
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweeps, table_of
     from shuffled_dpsgd_experiments.sweeps.running import KnownCells
@@ -172,7 +171,7 @@ def sweep(
         complete = all(KnownCells(each).is_complete() for each in sweeps)
     else:
         tell = _quiet if as_json else _say
-        complete = run_sweeps(sweeps, jobs=jobs, stop_after=stop_after, on_progress=tell)
+        complete = run_sweeps(sweeps, stop_after=stop_after, on_progress=tell)
     if as_json:
         rows = [
             {"sweep": each.name, **row.to_json()} for each in sweeps for row in ordered_rows(each)

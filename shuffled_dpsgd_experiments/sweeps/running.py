@@ -1,36 +1,30 @@
 """Runs what is missing of sweeps: tuning first, then the grid, most informative cells first.
 
 A cell whose result is there is never run again, so a sweep that was killed goes on where it was.
-The cell in progress then is started over; all its randomness follows from its seed. Cells are run
-by this process, or by several at once for a device that one does not fill. Whoever runs a cell
-claims it by a lock, so commands that share a folder of results share the work.
+The cell in progress then is started over; all its randomness follows from its seed. Whoever runs a
+cell claims it by a lock, so commands that share a folder of results share the work.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
+from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, OtherProcess, Run, Worker
 
+Run = Callable[[Cell, Tasks], dict[str, Any] | None]
+Outcome = Literal["done", "taken", "stopped"]
 POLL_SECONDS = 0.5
-ATTEMPTS = 2
-"""Processes of several that a cell may cost before it is left to another call."""
-_MOST_NAMED = 8
+_MOST_NAMED, _MOST_CHARACTERS = 8, 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,53 +53,21 @@ class SweepProgress:
 def run_sweeps(
     sweeps: Sequence[Sweep],
     *,
-    jobs: int = 1,
     on_progress: Callable[[SweepProgress], object] = lambda progress: None,
     stop_after: float | None = None,
     run: Run = run_cell,
 ) -> bool:
     """Run every cell that has no result; True when all have one.
 
-    Cells of a later sweep fill the time that an earlier one waits. No cell is started once
-    `stop_after` seconds have passed. A signal ends the sweeps after the step in progress, without
-    results for the cells that were being run. One job is this process.
+    Cells that other commands are at are waited for, after all others. No cell is started once
+    `stop_after` seconds have passed. A signal ends the sweeps after the step in progress, without a
+    result for the cell that was being run.
 
     Raises:
         ShuffledDPError: cells failed. Each was named at once on standard error, and stepped over;
             this comes when everything else has been tried.
     """
-    if jobs < 1:
-        raise InvalidArgumentError("--jobs", expected="at least 1", got=jobs)
-    if jobs == 1:
-        return _Scheduler(sweeps, [Worker(run)], on_progress, stop_after).work()
-    processes = [OtherProcess(run) for _ in range(jobs)]
-    scheduler = _Scheduler(sweeps, processes, on_progress, stop_after, ATTEMPTS)
-    try:
-        with _passed_on(scheduler):
-            return scheduler.work()
-    finally:
-        for process in processes:
-            process.close()
-
-
-@contextmanager
-def _passed_on(scheduler: _Scheduler) -> Iterator[None]:
-    """Pass a request to end on to the processes, and start nothing after it.
-
-    Ctrl-C reaches every process of a terminal by itself.
-    """
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        scheduler.is_stopping = True
-        for process in multiprocessing.active_children() if number == signal.SIGTERM else ():
-            process.terminate()
-
-    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _Runner(sweeps, on_progress, stop_after, run).work()
 
 
 class KnownCells:
@@ -145,105 +107,79 @@ def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[s
     return {method: tuned for method, (_, tuned) in best.items()}
 
 
-class _Scheduler:
-    """Tells of what is there, and gives what is not to workers that have nothing to do."""
+class _Runner:
+    """Tells of what is there, and runs what is not."""
 
     def __init__(
         self,
         sweeps: Sequence[Sweep],
-        workers: Sequence[Worker],
         on_progress: Callable[[SweepProgress], object],
         stop_after: float | None,
-        attempts: int = 1,
+        run: Run,
     ) -> None:
-        self.is_stopping = False
         self._sweeps = [KnownCells(sweep) for sweep in sweeps]
         self._total = sum(each.total for each in self._sweeps)
-        self._workers = workers
-        self._attempts = attempts
-        self._tell = on_progress
+        self._tell, self._run, self._tasks = on_progress, run, Tasks()
         self._end = None if stop_after is None else time.monotonic() + stop_after
         self._told: set[tuple[str, str]] = set()
-        self._failures: Counter[tuple[str, str]] = Counter()
+        self._failed: dict[tuple[str, str], Cell] = {}
         self._lacking: set[str] = set()
-        self._taken: set[tuple[str, str]] = set()
         self._times: list[float] = []
 
     def work(self) -> bool:
         """True when every cell has a result; False if time ran out or a signal came."""
-        while True:
-            hopeful = [
-                (store, cell)
-                for store, cell in self._missing()
-                if self._failures[cell.key] < self._attempts
-            ]
-            if not self._is_over():
-                self._give_out(hopeful)
-            busy = [worker for worker in self._workers if worker.at is not None]
-            if not busy and (self._is_over() or not hopeful):
+        while hopeful := [each for each in self._missing() if each[1].key not in self._failed]:
+            if self._end is not None and time.monotonic() >= self._end:
                 break
-            waiting = {worker.future: worker for worker in busy}
-            done = wait(waiting, POLL_SECONDS, FIRST_COMPLETED).done
-            for future in done:
-                self._collect(waiting[future])
-            if not done:  # Others may have ended what they had taken.
-                self._taken.clear()
-                time.sleep(0.0 if busy else POLL_SECONDS)
-        failed = [cell for _, cell in self._missing() if self._failures[cell.key]]
-        if failed:
-            raise _all_failed(failed)
+            # One at a time: what comes next may depend on its result.
+            outcomes = (self._attempt(store, cell) for store, cell in hopeful)
+            outcome = next((each for each in outcomes if each != "taken"), "taken")
+            if outcome == "stopped":
+                return False
+            if outcome == "taken":
+                time.sleep(POLL_SECONDS)
+        if self._failed:
+            raise _all_failed([*self._failed.values()])
         return len(self._told) == self._total
 
     def _missing(self) -> list[tuple[Store, Cell]]:
-        """Cells without a result, whose settings are known; the others are told of.
-
-        A worker that has just written one says so itself, and how long it took.
-        """
-        found, running = [], self._running()
+        """Cells without a result, whose settings are known; the others are told of."""
+        found = []
         for cells in self._sweeps:
             for cell, record in cells.read():
                 if record is None:
                     found.append((cells.store, cell))
-                elif cell.key not in running:
+                else:
                     self._say(cell, record)
         return found
 
-    def _running(self) -> set[tuple[str, str]]:
-        return {worker.at[1].key for worker in self._workers if worker.at is not None}
+    def _attempt(self, store: Store, cell: Cell) -> Outcome:
+        """Claim a cell, run it and write its result."""
+        began = time.monotonic()
+        with store.claim(cell) as mine:
+            if not mine:
+                return "taken"
+            try:
+                record = self._run(cell, self._tasks)
+            except Exception as error:
+                self._step_over(cell, why(error))
+                return "done"
+            if record is None:
+                return "stopped"
+            store.add(cell, record)
+        self._times.append(time.monotonic() - began)
+        self._say(cell, record, self._times[-1])
+        return "done"
 
-    def _is_over(self) -> bool:
-        return self.is_stopping or (self._end is not None and time.monotonic() >= self._end)
-
-    def _give_out(self, hopeful: Iterable[tuple[Store, Cell]]) -> None:
-        given = self._taken | self._running()
-        waiting = iter([each for each in hopeful if each[1].key not in given])
-        for worker in self._workers:
-            if worker.at is None and (chosen := next(waiting, None)) is not None:
-                worker.start(*chosen)
-
-    def _collect(self, worker: Worker) -> None:
-        outcome = worker.outcome()
-        assert worker.at is not None
-        (store, cell), worker.at = worker.at, None
-        if outcome.kind == "found":
-            self._times.append(outcome.seconds)
-            self._say(cell, store.find(cell) or {}, outcome.seconds)
-        elif outcome.kind == "taken":
-            self._taken.add(cell.key)
-        elif outcome.kind == "stopped" or self.is_stopping:
-            self.is_stopping = True
-        else:
-            self._step_over(cell, outcome)
-
-    def _step_over(self, cell: Cell, outcome: CellOutcome) -> None:
+    def _step_over(self, cell: Cell, why: str) -> None:
         """Leave a cell that failed; end at once where all of them lack their data or model."""
-        self._failures[cell.key] += 1
-        if outcome.lacks:
+        self._failed[cell.key] = cell
+        if self._tasks.are_missing(cell.config):
             self._lacking.add(Tasks.key_of(cell.config))
         others = {Tasks.key_of(each.config) for _, each in self._missing()}
         if not self._times and others <= self._lacking:
-            raise ShuffledDPError(outcome.why)
-        print(f"error: cell failed: {cell.describe()}: {outcome.why}", file=sys.stderr, flush=True)
+            raise ShuffledDPError(why)
+        print(f"error: cell failed: {cell.describe()}: {why}", file=sys.stderr, flush=True)
 
     def _say(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
         """Tell of a cell once, and how long the rest will take."""
@@ -251,7 +187,7 @@ class _Scheduler:
             return
         self._told.add(cell.key)
         recent, done = self._times[-8:], len(self._told)
-        left = sum(recent) / len(recent) / len(self._workers) if recent else None
+        left = (self._total - done) * sum(recent) / len(recent) if recent else None
         self._tell(
             SweepProgress(
                 done=done,
@@ -259,9 +195,20 @@ class _Scheduler:
                 cell=cell,
                 record=record,
                 seconds=seconds,
-                seconds_left=None if left is None else left * (self._total - done),
+                seconds_left=left,
             )
         )
+
+
+def why(error: Exception) -> str:
+    """An error on one line; one that nobody raised on purpose says where it comes from."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+    if isinstance(error, ShuffledDPError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
 
 
 def _all_failed(cells: Sequence[Cell]) -> ShuffledDPError:

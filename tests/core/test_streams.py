@@ -59,13 +59,14 @@ def test_seeded_keys_repeat_and_differ_by_purpose_step_index_and_attempt() -> No
     assert len(every) == 10
 
 
-def test_secure_noise_is_never_keyed_twice_and_batches_are_until_renewed() -> None:
-    streams, other = RandomStreams(), RandomStreams()
+def test_secure_noise_is_never_keyed_twice_and_batches_are_until_their_release() -> None:
+    released = {0: 0}
+    streams, other = RandomStreams(releases=released.__getitem__), RandomStreams()
     assert streams.secure
     assert streams.key("noise", 0) != streams.key("noise", 0)
     before = streams.key("sampling", 0)
     assert streams.key("sampling", 0) == before != other.key("sampling", 0)
-    streams.renew()
+    released[0] = 1
     assert streams.key("sampling", 0) != before
 
 

@@ -113,6 +113,29 @@ def test_a_secure_run_pays_for_the_steps_a_crash_lost(tmp_path: Path) -> None:
     assert second.card().steps_released == 6
 
 
+def drawn(private: PrivateTraining) -> list[list[int]]:
+    return [private.sampler.indices(step).tolist() for step in range(5)]
+
+
+def test_a_draw_belongs_to_its_step_in_another_process_too(tmp_path: Path) -> None:
+    """Whoever is killed by a batch, and begins again, must not get a luckier one."""
+    case = mlp_case()
+    first = start(case, tmp_path, seed=None)
+    run(first, case, num_steps=2)
+    path = save_checkpoint(first, tmp_path)
+    before = drawn(first)
+    second = start(case, tmp_path, seed=None)
+    load_checkpoint(second, path)
+    assert drawn(second)[2:] == before[2:]
+    run(second, case, num_steps=1)
+    third = start(case, tmp_path, seed=None)
+    load_checkpoint(third, path)
+    # The update of this step was lost: it is released again, and drawn anew.
+    assert drawn(third)[2] != before[2]
+    assert drawn(third)[3:] == before[3:]
+    assert drawn(start(case, seed=None)) != before
+
+
 def test_schedulers_travel_along(tmp_path: Path) -> None:
     def with_scheduler() -> tuple[PrivateTraining, Any]:
         private = start(mlp_case())

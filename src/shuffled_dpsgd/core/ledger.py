@@ -97,6 +97,10 @@ the budget is spent: stop here, or start a run with a larger plan
         """Steps that were released more than once, with different sums."""
         return sum(entry.attempt == 1 for entry in self._entries)
 
+    def releases(self, step: int) -> int:
+        """How often a step has been released."""
+        return len(self._at_step.get(step, ()))
+
     def allows(self, step: int, *, secure: bool) -> bool:
         """Whether a release at `step` may stay within the budget.
 

@@ -311,7 +311,9 @@ class Referee:
         weights = torch.zeros(rows, dtype=torch.float64)
         factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
         weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
-        return _widened(replay.gradient(weights, last=True)), lengths
+        grads = replay.gradient(weights, last=True)
+        total = {n: g if g.dtype == torch.float64 else g.float() for n, g in grads.items()}
+        return total, lengths
 
     def _one_by_one(
         self, replay: SecondRun, norms: Tensor, rows: int
@@ -496,10 +498,6 @@ _REMEDY = (
     "a kernel, the compiler or the hardware gives wrong numbers, or the model computes something "
     "else each time it is run. Try strategy='instantiate', without torch.compile, and report it"
 )
-
-
-def _widened(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: g if g.dtype == torch.float64 else g.float() for n, g in grads.items()}
 
 
 def _kind_of(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:

@@ -54,7 +54,7 @@ class PoissonSampler:
     def indices(self, step: int) -> torch.Tensor:
         """The records of logical batch `step`, ascending, possibly none.
 
-        The same at every call, until the run's streams are renewed.
+        The same at every call, until the step is released.
         """
         size, prob = self.dataset_size, self.sampling_prob
         if prob == 1.0:

@@ -6,9 +6,10 @@ that: its state can be solved for from its outputs, and noise that can be comput
 subtracted. A key belongs to one purpose at one step, and to one attempt at it.
 
 Without a seed, the key of the noise of a release comes from the operating system when the release
-is made and is kept nowhere. Keys of batches and permutations are derived from a secret that lives
-in memory, so that the same records come again until the step is released: a batch that was drawn
-and given up must not be replaced by a luckier one. Several processes share that secret.
+is made and is kept nowhere. Keys of batches and permutations are derived from the ledger's secret
+and the number of releases of their step, so that the same records come again until the step is
+released, in another process too: a batch that was drawn and given up must not be replaced by a
+luckier one. A step that is released again, because its update was lost, is drawn anew.
 
 With a seed, every key is derived from it, and whoever knows the seed can remove the noise. The
 attempt is part of the key. So the same step released again with other sums has other noise.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -62,15 +64,10 @@ def words(
     return np.frombuffer(buffer, dtype="<i4")[skipped:]
 
 
-def fresh_key() -> bytes:
-    """A key from the operating system."""
-    return secrets.token_bytes(KEY_BYTES)
-
-
 class RandomStreams:
     """The keys of one run; `seed=None` means that nobody can compute them.
 
-    `secret` is what several processes of one run share; by default this process draws its own.
+    `secret` is the ledger's, and `releases` says how often a step has been released.
 
     >>> RandomStreams(seed=1).key("noise", 0) == RandomStreams(seed=1).key("noise", 0)
     True
@@ -78,30 +75,32 @@ class RandomStreams:
     False
     """
 
-    def __init__(self, seed: int | None = None, *, secret: bytes | None = None) -> None:
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        secret: bytes | None = None,
+        releases: Callable[[int], int] = lambda step: 0,
+    ) -> None:
         require(seed is None or seed >= 0, "seed", "a non-negative integer", seed)
         self._seed = seed
-        self._secret = secret or fresh_key()
+        self._secret = secret or secrets.token_bytes(KEY_BYTES)
+        self._releases = releases
 
     @property
     def secure(self) -> bool:
         """Whether the keys come from the operating system."""
         return self._seed is None
 
-    def renew(self, secret: bytes | None = None) -> None:
-        """Draw other batches and permutations from here on, where no seed decides.
-
-        For a run that goes back to an earlier step: what is released anew is drawn anew.
-        """
-        self._secret = secret or fresh_key()
-
     def key(self, purpose: Purpose, step: int, index: int = 0, *, attempt: int = 0) -> bytes:
         """The key of one purpose at one step; that of noise is another at every call.
 
         In a seeded run it is the same at every call, and depends on the attempt.
         """
-        if self._seed is None and purpose == "noise":
-            return fresh_key()
+        if self._seed is None:
+            if purpose == "noise":
+                return secrets.token_bytes(KEY_BYTES)
+            attempt = self._releases(step)
         root = self._secret if self._seed is None else f"seed:{self._seed}".encode()
         label = f"shuffled-dpsgd:{STREAM_VERSION}:{purpose}:{step}:{index}:{attempt}"
         return hmac.new(root, label.encode(), hashlib.sha256).digest()

@@ -17,7 +17,7 @@ from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.sampler import PoissonSampler
-from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -201,11 +201,10 @@ def assemble(
             "clip_quantile", expected="nothing in several processes", got=plan.clip_quantile
         )
     exchange = join_ranks(world, inner, optimizer, plan, spec, sharding)
-    streams = RandomStreams(
-        plan.seed, secret=world.from_first(fresh_key() if world.leads else None)
-    )
     with _as_written(sharding):
         engine = _engine(inner, plan, options, sharding)
+    ledger = _ledger(world, plan, options.ledger_path)
+    streams = RandomStreams(plan.seed, secret=ledger.key, releases=ledger.releases)
     private = PrivateTraining(
         model=inner,
         optimizer=optimizer,
@@ -223,7 +222,7 @@ def assemble(
             places=None if exchange is None else exchange.places(),
             total=None if exchange is None else exchange.total,
         ),
-        ledger=_ledger(world, plan, options.ledger_path),
+        ledger=ledger,
         streams=streams,
         spec=spec,
         physical_batch_size=options.physical_batch_size or DEFAULT_PHYSICAL_BATCH,

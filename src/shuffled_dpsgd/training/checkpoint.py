@@ -173,7 +173,6 @@ def load_checkpoint(
     for name, extra in (extras or {}).items():
         extra.load_state_dict(further[name])
     private.note_weights()
-    private.renew_streams()
 
 
 @dataclass(frozen=True, kw_only=True)

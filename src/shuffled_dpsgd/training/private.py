@@ -28,7 +28,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Exchange
 from shuffled_dpsgd.core.sampler import PoissonSampler
-from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.distributed.exchange import ShardedTotals
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -449,10 +449,6 @@ class PrivateTraining:
         Done after every update. After loading weights into a sharded model, call it on all ranks.
         """
         self._meeting.note_weights()
-
-    def renew_streams(self) -> None:
-        """Take a fresh key for batches and noise, unless the run is seeded. Collective."""
-        self.streams.renew(self.world.from_first(fresh_key() if self.world.leads else None))
 
     def check(self) -> None:
         """Wait for the last update and refuse weights that are not finite.

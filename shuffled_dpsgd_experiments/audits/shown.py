@@ -1,10 +1,9 @@
-"""How the paper's audit and the knock-out are shown to people."""
+"""How the knock-out is shown to people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,40 +12,9 @@ from shuffled_dpsgd.auditing.plots import visible, write
 from shuffled_dpsgd.cli.audit_output import plain_table
 from shuffled_dpsgd.reports.style import BLUE, MUTED, ORANGE, house_style
 from shuffled_dpsgd_experiments.audits.black_box import ATTACKS, BlackBoxReport
-from shuffled_dpsgd_experiments.audits.paper_audit import LACKS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Row = dict[str, Any]
-
-
-def show_paper(found: dict[str, Any]) -> None:
-    """Table 6 of the paper beside what its estimator prints on pure noise."""
-    setting, rows = found["setting"], found["rows"]
-    observations = setting["num_observations"]
-    lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
-        ("ε of one step by its formula (heuristic)", lambda r: _epsilon(r["step_epsilon"])),
-        ("noise multiplier", lambda r: f"{r['noise_multiplier']:.3f}"),
-        ("audited ε printed in the paper", lambda r: str(r["printed_in_the_paper"] or "–")),
-        ("its estimator, this run (measured, no level)", lambda r: _epsilon(r["paper_estimator"])),
-        ("  strict reading, 5 to 95 %", lambda r: _reading(r, "strict", "")),
-        ("    the same on pure noise", lambda r: _reading(r, "strict", "_on_pure_noise")),
-        ("  literal reading, 5 to 95 %", lambda r: _reading(r, "literal", "")),
-        ("    the same on pure noise", lambda r: _reading(r, "literal", "_on_pure_noise")),
-        ("Clopper–Pearson at 95 % (measured)", lambda r: _epsilon(r["clopper_pearson"])),
-        ("order statistics at 95 % (measured)", lambda r: _epsilon(r["order_statistics"])),
-    )
-    title = (
-        f"The paper's audit: Dirac canary read at a fixed index, {observations}+{observations} "
-        f"steps, d = {setting['dimension']:,}, c'/c = {setting['batch_clip']:g}"
-    )
-    first, out = "claimed ε of the run (heuristic)", Console()
-    headings = [first, *(f"{row['run_epsilon']['epsilon']:g}" for row in rows)]
-    cells = [(label, *(cell(row) for row in rows)) for label, cell in lines]
-    out.print(plain_table(title, headings, cells, [first]))
-    for lack in LACKS:
-        out.print(f"  lacks: {lack}")
 
 
 def show_black_box(report: BlackBoxReport) -> None:
@@ -123,15 +91,3 @@ def draw_black_box(report: BlackBoxReport) -> Figure:
 def save_black_box(report: BlackBoxReport, stem: Path) -> tuple[Path, ...]:
     """Write the drawing as PNG and SVG beside each other; returns what was written."""
     return write(draw_black_box(report), stem)
-
-
-def _epsilon(found: Row) -> str:
-    return f"{found['epsilon']:.3f}"
-
-
-def _reading(row: Row, name: str, where: str) -> str:
-    """The range of finite figures, and how often the figure is infinite."""
-    reading = row["readings"][name]
-    quantiles, infinite = reading[f"quantiles{where}"], reading[f"share_infinite{where}"]
-    shown = "" if quantiles is None else f"{quantiles[0]:.2f} – {quantiles[2]:.2f}"
-    return shown + (f", ∞ in {100 * infinite:.0f} %" if infinite else "")

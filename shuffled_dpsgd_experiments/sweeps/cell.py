@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
-from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, train
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.provenance import Provenance, data_digest
@@ -90,32 +90,6 @@ class Tasks:
         return json.dumps(parts, sort_keys=True)
 
 
-@dataclass(kw_only=True)
-class Meter:
-    """What the steps of a run used: records and seconds, the slow first steps apart.
-
-    `nonfinite` counts, over all steps, the records drawn that had no finite gradient. They
-    contribute nothing.
-    """
-
-    warm_up: int = 20
-    samples: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    nonfinite: int = 0
-
-    def __call__(self, progress: Progress) -> None:
-        self.steps += 1
-        self.nonfinite += progress.metrics.num_nonfinite
-        if self.steps > self.warm_up:
-            self.samples += progress.metrics.batch_size
-            self.seconds += progress.seconds
-
-    def samples_per_second(self) -> float | None:
-        """None for runs that end before they are warm."""
-        return self.samples / self.seconds if self.seconds else None
-
-
 def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     """Train and score a cell; None if a signal stopped it."""
     if cell.config.training.num_threads is not None:
@@ -159,7 +133,7 @@ def _free_memory() -> None:
 
 
 def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
-    started, config, meter = time.perf_counter(), cell.config, Meter()
+    started, config = time.perf_counter(), cell.config
     # Dropout, where a model has any, must not depend on the cells before.
     torch.manual_seed(config.init_seed)
     task = tasks.of(config)
@@ -167,7 +141,11 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     model, decay = private.model, config.training.weight_averaging
     average = WeightAverage(model, decay=decay) if decay else None
     provenance = Provenance(model, tasks.digest_of(config))
-    callbacks: list[Callback] = [meter, provenance]
+    nonfinite: list[int] = []
+    callbacks: list[Callback] = [
+        lambda done: nonfinite.append(done.metrics.num_nonfinite),
+        provenance,
+    ]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
     outcome = train_on(config, task, private, callbacks)
@@ -188,12 +166,11 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         **scores,
         **describe_plan(private.plan),
         "steps_taken": outcome.steps_taken,
-        "samples_without_finite_gradient": meter.nonfinite,
+        "samples_without_finite_gradient": sum(nonfinite),
         "seconds": {
             "whole": time.perf_counter() - started,
             "evaluation": time.perf_counter() - trained,
         },
-        "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
         **provenance.to_json(),
         "environment": environment(str(private.device)),

@@ -59,6 +59,7 @@ def show(raw: dict[str, Any]) -> Exhibit:
         origin=f"ViT's setting, {setting['num_observations']} observations in each world.{made}",
         rows=tuple(rows),
         notes=(
+            f"The paper's estimate has no confidence level: {'; '.join(raw['rows'][0]['lacks'])}.",
             "A Dirac canary read at a fixed index cannot see what a shuffle fails to hide. "
             "Stronger adversaries at the same noise: docs/auditing.md.",
         ),

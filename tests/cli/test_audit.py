@@ -70,18 +70,6 @@ def test_refuting_a_proven_claim_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
     assert "a proven claim is refuted" in result.stderr
 
 
-def test_paper_table_says_what_it_lacks() -> None:
-    text = run("paper", "--repetitions", 20).stdout
-    for word in ("0.4771", "0.7005", "pure noise", "no confidence interval", "literal reading"):
-        assert word in text
-
-
-def test_the_papers_audit_takes_other_claims() -> None:
-    found = json.loads(run("paper", "--epsilon", 2, "--repetitions", 5, "--json").stdout)
-    assert found["rows"][0]["printed_in_the_paper"] is None
-    assert found["rows"][0]["clopper_pearson"]["kind"] == "measured"
-
-
 @pytest.mark.slow
 def test_black_box_is_the_same_with_the_shuffle_and_without(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -162,6 +150,6 @@ def test_bad_input_is_one_line_and_status_two(arguments: list[str], message: str
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("verb", ["step", "composition", "paper", "run", "sensitivity"])
+@pytest.mark.parametrize("verb", ["step", "composition", "run", "sensitivity"])
 def test_help_has_an_example(verb: str) -> None:
     assert "Example: shuffled-dpsgd audit" in " ".join(run(verb, "--help").stdout.split())

@@ -37,7 +37,6 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typ
     [
         ["reproduce", "--list"],
         ["sweep", "sweeps/digits.toml", "--table"],
-        ["audit", "paper"],
         ["audit", "blackbox"],
         ["train", "--preset", "paper/bert-sst2", "--epsilon", "1", "--dry-run"],
     ],

@@ -38,8 +38,6 @@ def view() -> RunView:
         records=[made_up_record(step) for step in range(1, 10)],
         clip_norm=1.0,
         epsilon_budget=3.0,
-        moved_by_kind={"mlp-hidden": 100, "query-key": 50},
-        unmoved_parameters=10,
     )
 
 

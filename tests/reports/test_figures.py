@@ -17,7 +17,7 @@ def test_every_figure_is_drawn_when_everything_was_measured(view: RunView) -> No
 
 
 def test_nothing_is_drawn_from_nothing(view: RunView) -> None:
-    empty = replace(view, records=[], moved_by_kind={}, unmoved_parameters=0)
+    empty = replace(view, records=[])
     assert draw_all(empty) == {}
 
 

@@ -74,7 +74,7 @@ def page(written: tuple[Path, list[Path]]) -> str:
 
 def test_report_is_one_self_contained_page(page: str) -> None:
     check_page(page)
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 6
     assert "a &lt;made-up&gt; run" in page
     assert "privacy.<wbr>epsilon" in page
     assert "No ε covers publishing them" in page

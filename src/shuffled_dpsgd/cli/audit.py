@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import typer
 
@@ -120,35 +120,6 @@ def composition(
     )
     claims = audited.run_claims(setting, paper_epsilon=claim)
     deliver(audited.audit_composition(setting, claims, confidence=confidence), output, as_json)
-
-
-@app.command()
-@reports_errors
-def paper(
-    epsilon: opt.Claims = None,
-    batch_clip: opt.BatchClip = 1.0,
-    observations: opt.Observations = 5000,
-    repetitions: opt.Repetitions = 200,
-    seed: opt.Seed = 0,
-    output: opt.Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Repeat the paper's Table 6, and show what its estimator prints on pure noise.
-
-    Needs a clone.
-
-    Example: shuffled-dpsgd audit paper --epsilon 0.5 --epsilon 1
-    """
-    need_experiments("audit paper")
-    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
-    from shuffled_dpsgd_experiments.audits.shown import show_paper
-
-    setting = PaperSetting(
-        batch_clip=batch_clip, num_observations=observations, repetitions=repetitions, seed=seed
-    )
-    rows = paper_audit(setting, tuple(epsilon or (0.5, 1.0)))
-    found = {"setting": asdict(setting), "rows": rows}
-    hand_over(found, output, as_json, lambda: show_paper(found))
 
 
 @app.command()

@@ -31,12 +31,8 @@ Output = Annotated[
     Path | None, typer.Option(help="Folder for report.json and the curves as PNG and SVG.")
 ]
 
-Claims = Annotated[
-    list[float] | None, typer.Option(help="Claims of the run; repeat. Table 6 has 0.5 and 1.")
-]
 Seeds = Annotated[int, typer.Option(help="Runs of each kind.")]
 BlackBoxSteps = Annotated[int | None, typer.Option(help="Steps of every run.")]
-Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]
 
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --config` reads.")]

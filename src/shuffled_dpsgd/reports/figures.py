@@ -41,8 +41,6 @@ class RunView:
     budget_kind: str = "proven"
     score_name: str = "accuracy"
     shared_rows: int = 0
-    moved_by_kind: Mapping[str, int] = field(default_factory=dict)
-    unmoved_parameters: int = 0
     subtitle: str = "Private training with shuffled DP-SGD"
     warnings: Sequence[str] = ()
     environment: Mapping[str, object] = field(default_factory=dict)
@@ -165,28 +163,13 @@ def _draw_signal_to_noise(view: RunView, axes: Axes) -> None:
     axes.legend()
 
 
-def _draw_permutation(view: RunView, axes: Axes) -> None:
-    """Parameters each kind of symmetry moves, and those that stay."""
-    rest = {"not moved": view.unmoved_parameters} if view.unmoved_parameters else {}
-    bars = {**view.moved_by_kind, **rest}
-    axes.figure.set_size_inches(5.4, 1.2 + 0.32 * len(bars))  # type: ignore[union-attr]
-    colours = [MUTED if name == "not moved" else TRAIN for name in bars]
-    drawn = axes.barh([*bars], [*bars.values()], color=colours, height=0.62)
-    axes.bar_label(drawn, fmt="{:,.0f}", padding=4, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
-    axes.grid(axis="y", visible=False)
-    axes.set(title="Parameters moved by the shuffle", xlabel="parameters")
-
-
-FIGURES: Mapping[str, tuple[str | None, Callable[[RunView, Axes], None]]] = {
+FIGURES: Mapping[str, tuple[str, Callable[[RunView, Axes], None]]] = {
     "loss": ("loss", _draw_loss),
     "score": ("heldout_score", _draw_score),
     "epsilon": ("certified_epsilon", _draw_epsilon),
     "gradient_norms": ("norm_counts", _draw_norms),
     "clipped_share": ("clipped_share", _draw_clipped_share),
     "signal_to_noise": ("signal_to_noise", _draw_signal_to_noise),
-    "permutation": (None, _draw_permutation),
 }
 """The field of the records that a figure cannot do without, and what draws it."""
 
@@ -194,11 +177,8 @@ FIGURES: Mapping[str, tuple[str | None, Callable[[RunView, Axes], None]]] = {
 def draw(name: str, view: RunView) -> Figure | None:
     """One of `FIGURES`; None if the run has no data for it."""
     needed, body = FIGURES[name]
-    there = bool(view.moved_by_kind or view.unmoved_parameters)
-    if needed is not None:
-        # A step without samples has no norms; a share of zero is a number.
-        there = any(value or value == 0 for value in view.series(needed)[1])
-    if not there:
+    # A step without samples has no norms; a share of zero is a number.
+    if not any(value or value == 0 for value in view.series(needed)[1]):
         return None
     with drawing() as (figure, axes):
         body(view, axes)

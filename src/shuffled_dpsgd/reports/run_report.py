@@ -23,8 +23,6 @@ CAPTIONS: Mapping[str, str] = {
     "gradient_norms": "All samples of all steps; those right of the line were scaled down to it.",
     "clipped_share": "Samples of each batch whose gradient was longer than the clip norm.",
     "signal_to_noise": "Below the dotted line the noise is longer than the sum it hides.",
-    "permutation": "Parameters in tensors each kind of symmetry moves; a tensor moved by two "
-    "kinds counts in both.",
 }
 SHARED_ROWS = (
     "{count:,} of the held-out rows are training records: their scores say little, and no ε covers "

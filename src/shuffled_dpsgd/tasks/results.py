@@ -168,7 +168,6 @@ def write_results(
     subject = subject_of(config.model.given_name, config.data.given_name, directory / "model")
     card = private.card().about(**subject, **({"chosen by method": chosen} if chosen else {}))
     machine = environment(device)
-    moved = {} if spec is None else spec.count_by_kind()
     view = RunView(
         title=f"{subject['model']} on {subject['data']}, {subject['date']}",
         subtitle=f"Private training with shuffled DP-SGD: {task.name}",
@@ -180,8 +179,6 @@ def write_results(
         epsilon_budget=plan.epsilon,
         budget_kind="heuristic" if plan.accounting == "paper" else "proven",
         score_name=task.score_name,
-        moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
-        unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
         seconds_by_part=outcome.seconds,
     )
     write_report(directory, view, card, spec=spec, facts=config.without_seed())

@@ -13,7 +13,6 @@ from shuffled_dpsgd.accounting import (
     accountants,
     certified_claim,
     compare,
-    compare_calibrations,
 )
 from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -136,7 +135,8 @@ def test_compare_holds_one_claim_per_accountant() -> None:
     claims = compare(noise_multiplier=1.5, **RUN, delta=DELTA, dimension=10**6, batch_clip=10.0)
     assert list(claims) == IDS
     assert claims["certified"] == certified_claim(noise_multiplier=1.5, **RUN, delta=DELTA)
-    noise = compare_calibrations(epsilon=1.0, **RUN, delta=DELTA)
+    target = Target(epsilon=1.0, **RUN, delta=DELTA)
+    noise = {each.name: each.calibrate(target) for each in accountants()}
     assert "paper" not in noise
     assert noise["gdp"].noise_multiplier < noise["certified"].noise_multiplier
     assert noise["certified"].noise_multiplier < noise["rdp"].noise_multiplier

@@ -11,7 +11,6 @@ from shuffled_dpsgd.accounting.accountants import (
     accountants,
     calibrate_rdp,
     compare,
-    compare_calibrations,
 )
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
 from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
@@ -55,7 +54,6 @@ __all__ = [
     "certified_claim",
     "claim_together",
     "compare",
-    "compare_calibrations",
     "compare_units",
     "constant_pair",
     "exact_delta",

@@ -18,12 +18,7 @@ from shuffled_dpsgd.accounting.calibration import (
     check_epsilon,
     smallest_noise_multiplier,
 )
-from shuffled_dpsgd.accounting.paper import (
-    DeltaSplit,
-    PaperCalibration,
-    calibrate_paper,
-    paper_claim,
-)
+from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, claim_for
@@ -176,7 +171,7 @@ def accountants(
     *,
     dimension: int | None = None,
     batch_clip: float | None = None,
-    delta_split: DeltaSplit = 0.5,
+    delta_split: float = 0.5,
 ) -> tuple[Accountant, ...]:
     """The standard accountants, and the paper's where a dimension asks for it.
 
@@ -223,24 +218,12 @@ def compare(
     delta: float,
     dimension: int | None = None,
     batch_clip: float | None = None,
-    delta_split: DeltaSplit = 0.5,
+    delta_split: float = 0.5,
     **run: Any,
 ) -> dict[str, PrivacyClaim]:
     """One `run` (the fields of a `SampledGaussian`) priced by every accountant, add-remove."""
     chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
     return {each.name: each.claim(SampledGaussian(**run), delta) for each in chosen}
-
-
-def compare_calibrations(
-    *,
-    dimension: int | None = None,
-    batch_clip: float | None = None,
-    delta_split: DeltaSplit = 0.5,
-    **target: Any,
-) -> dict[str, Calibration | PaperCalibration]:
-    """The noise every accountant asks for to meet a `target` (the fields of one), add-remove."""
-    chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
-    return {each.name: each.calibrate(Target(**target)) for each in chosen}
 
 
 def calibrate_rdp(**target: Any) -> Calibration | PaperCalibration:

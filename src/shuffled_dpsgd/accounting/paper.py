@@ -12,9 +12,8 @@ composition, a `share` of it; T num_steps; q sampling_prob.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from shuffled_dpsgd.accounting.calibration import check_epsilon
 from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
@@ -25,7 +24,6 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 METHOD = "paper's theorem 3"
 # A large batch clip makes the theorem the unshuffled formula up to rounding: no gain, so fall back.
 ROUNDING = 1e-9
-DeltaSplit = float | Literal["optimised"]
 ASSUMPTIONS = (
     "the paper's theorem 3, which approximates a lower bound of delta and so proves nothing",
     "all d coordinates are shuffled by one uniform permutation of d elements",
@@ -107,92 +105,61 @@ class PaperCalibration:
         return {**found, **self.claim.to_json()}
 
 
-def paper_claim(
-    *,
-    noise_multiplier: float,
-    sampling_prob: float,
-    num_steps: int,
-    delta: float,
-    dimension: int,
-    batch_clip: float,
-    delta_split: DeltaSplit = 0.5,
-) -> PrivacyClaim:
-    """The paper's ε for a run with this noise. Heuristic, whatever the inputs.
+def paper_claim(*, noise_multiplier: float, **run: Any) -> PrivacyClaim:
+    """The paper's ε with this noise for a `run`, the fields of a `PaperRun`. Always heuristic.
 
     If the theorem gives more than the unshuffled mechanism does at the same noise, the unshuffled
     value is reported and `inputs["falls_back"]` is true, as in Algorithm 1.
     """
-    facts = _Run(
-        sampling_prob=sampling_prob,
-        num_steps=num_steps,
-        delta=delta,
-        dimension=dimension,
-        batch_clip=batch_clip,
-    )
+    facts = PaperRun(**run)
     check_noise_multiplier(noise_multiplier)
     if noise_multiplier == 0.0:
         return facts.claim(math.inf, noise_multiplier=0.0)
-    share = _resolve_split(delta_split, lambda s: facts.epsilon(noise_multiplier, s))
-    shuffled = facts.epsilon(noise_multiplier, share)
-    unshuffled = facts.epsilon(noise_multiplier, share, dimension=1)
-    falls_back = shuffled >= unshuffled * (1.0 - ROUNDING)
+    inside, unshuffled = (
+        facts.step_epsilon(noise_multiplier),
+        facts.step_epsilon(noise_multiplier, 1),
+    )
+    falls_back = facts.epsilon(inside) >= facts.epsilon(unshuffled) * (1.0 - ROUNDING)
+    step_epsilon = unshuffled if falls_back else inside
     return facts.claim(
-        unshuffled if falls_back else shuffled,
+        facts.epsilon(step_epsilon),
         noise_multiplier=noise_multiplier,
-        delta_split=share,
-        step_epsilon=facts.step_epsilon(
-            noise_multiplier, share, dimension=1 if falls_back else None
-        ),
-        step_delta=facts.step_delta(share),
+        step_epsilon=step_epsilon,
+        step_delta=facts.step_delta,
         falls_back=falls_back,
     )
 
 
-def calibrate_paper(
-    *,
-    epsilon: float,
-    sampling_prob: float,
-    num_steps: int,
-    delta: float,
-    dimension: int,
-    batch_clip: float,
-    delta_split: DeltaSplit = 0.5,
-) -> PaperCalibration:
-    """σ for the shuffled block and σ0 for the rest, so that the paper's ε is `epsilon`.
+def calibrate_paper(*, epsilon: float, **run: Any) -> PaperCalibration:
+    """σ for the shuffled block and σ0 for the rest, so that the paper's ε of a `run` is `epsilon`.
 
-    Both come from one per-step budget; an optimised split therefore minimises their product.
+    Both come from one per-step budget.
     """
     check_epsilon(epsilon)
-    facts = _Run(
-        sampling_prob=sampling_prob,
-        num_steps=num_steps,
-        delta=delta,
-        dimension=dimension,
-        batch_clip=batch_clip,
-    )
-    share = _resolve_split(
-        delta_split, lambda s: facts.noise(epsilon, s) * facts.noise(epsilon, s, dimension=1)
-    )
-    theorem, unshuffled = facts.noise(epsilon, share), facts.noise(epsilon, share, dimension=1)
+    facts = PaperRun(**run)
+    theorem, unshuffled = facts.noise(epsilon), facts.noise(epsilon, 1)
     falls_back = theorem >= unshuffled * (1.0 - ROUNDING)
     found: dict[str, Any] = {
         "noise_multiplier": unshuffled if falls_back else theorem,
         "unshuffled_noise_multiplier": unshuffled,
-        "delta_split": share,
-        "step_epsilon": facts.step_budget(epsilon, share),
-        "step_delta": facts.step_delta(share),
+        "step_epsilon": facts.step_budget(epsilon),
+        "step_delta": facts.step_delta,
         "falls_back": falls_back,
     }
     return PaperCalibration(
-        theorem_noise_multiplier=theorem, claim=facts.claim(epsilon, **found), **found
+        theorem_noise_multiplier=theorem,
+        delta_split=facts.delta_split,
+        claim=facts.claim(epsilon, **found),
+        **found,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The facts of a run, and the route in both directions.
+class PaperRun:
+    """The facts of a run, and the route from its noise to its ε and back.
 
-    Where a method takes a `dimension`, it is d, or 1 for coordinates that do not move.
+    `delta_split` is the share of δ that composition takes. Where a method takes a `dimension`, it
+    is d unless given, and 1 for coordinates that do not move.
     """
 
     sampling_prob: float
@@ -200,52 +167,62 @@ class _Run:
     delta: float
     dimension: int
     batch_clip: float
+    delta_split: float = 0.5
 
     def __post_init__(self) -> None:
         check_sampling(self.sampling_prob, self.num_steps)
         check_delta(self.delta)
         check_theorem(self.dimension, self.batch_clip)
-
-    def step_delta(self, share: float) -> float:
-        """δ_s = (δ − δ')/(T·q)."""
-        _check_split(share)
-        result = (1.0 - share) * self.delta / (self.num_steps * self.sampling_prob)
-        if result >= 1.0:
+        if not (isinstance(self.delta_split, float) and 0.0 < self.delta_split < 1.0):
+            raise InvalidArgumentError(
+                "delta_split",
+                expected="a share strictly between 0 and 1",
+                got=self.delta_split,
+                remedy="0.5 halves delta between composition and the steps",
+            )
+        if self.step_delta >= 1.0:
             raise InvalidArgumentError(
                 "delta_split",
                 expected="a split that leaves each step a delta below 1",
-                got=f"{share:g}, a step delta of {result:.3g}",
+                got=f"{self.delta_split:g}, a step delta of {self.step_delta:.3g}",
                 remedy="lower delta, or account for more steps or a larger sampling_prob",
             )
-        return result
 
-    def step_epsilon(
-        self, noise_multiplier: float, share: float, *, dimension: int | None = None
-    ) -> float:
+    @property
+    def step_delta(self) -> float:
+        """δ_s = (δ − δ')/(T·q)."""
+        return (1.0 - self.delta_split) * self.delta / (self.num_steps * self.sampling_prob)
+
+    def step_epsilon(self, noise_multiplier: float, dimension: int | None = None) -> float:
         """ε_s with this noise."""
         return smallest_epsilon(
-            noise_multiplier, self.step_delta(share), **self._of_theorem(dimension)
+            noise_multiplier,
+            self.step_delta,
+            dimension=dimension or self.dimension,
+            batch_clip=self.batch_clip,
         )
 
-    def epsilon(
-        self, noise_multiplier: float, share: float, *, dimension: int | None = None
-    ) -> float:
-        """ε of the run with this noise: sampling, then composition."""
-        inside = self.step_epsilon(noise_multiplier, share, dimension=dimension)
-        return compose(amplify(inside, self.sampling_prob), self.num_steps, share * self.delta)
+    def epsilon(self, step_epsilon: float) -> float:
+        """ε of the run with this ε_s: sampling, then composition."""
+        sampled = amplify(step_epsilon, self.sampling_prob)
+        return compose(sampled, self.num_steps, self.delta_split * self.delta)
 
-    def step_budget(self, epsilon: float, share: float) -> float:
+    def step_budget(self, epsilon: float) -> float:
         """The ε_s that the mechanism inside a step may spend: composition undone, then sampling."""
-        sampled = decompose(epsilon, self.num_steps, share * self.delta)
+        sampled = decompose(epsilon, self.num_steps, self.delta_split * self.delta)
         return unamplify(sampled, self.sampling_prob)
 
-    def noise(self, epsilon: float, share: float, *, dimension: int | None = None) -> float:
+    def noise(self, epsilon: float, dimension: int | None = None) -> float:
         """σ for this ε of the run."""
-        inner_delta, budget = self.step_delta(share), self.step_budget(epsilon, share)
-        return smallest_sigma(budget, inner_delta, **self._of_theorem(dimension))
+        return smallest_sigma(
+            self.step_budget(epsilon),
+            self.step_delta,
+            dimension=dimension or self.dimension,
+            batch_clip=self.batch_clip,
+        )
 
     def claim(self, epsilon: float, **found: Any) -> PrivacyClaim:
-        facts = {item.name: getattr(self, item.name) for item in fields(self)}
+        facts = asdict(self)
         del facts["delta"]
         return PrivacyClaim(
             epsilon=epsilon,
@@ -254,40 +231,4 @@ class _Run:
             kind="heuristic",
             assumptions=ASSUMPTIONS,
             inputs={**facts, "adjacency": "add-remove", **found},
-        )
-
-    def _of_theorem(self, dimension: int | None) -> dict[str, Any]:
-        return {"dimension": dimension or self.dimension, "batch_clip": self.batch_clip}
-
-
-def _resolve_split(delta_split: DeltaSplit, cost: Callable[[float], float]) -> float:
-    """A fixed share, or the one that minimises `cost` (noise or ε) over the logit of the share."""
-    if delta_split == "optimised":
-        from scipy.optimize import minimize_scalar
-        from scipy.special import expit
-
-        found = minimize_scalar(
-            lambda logit: cost(float(expit(logit))),
-            bounds=(-9.0, 9.0),
-            method="bounded",
-            options={"xatol": 1e-3},
-        )
-        share = float(expit(found.x))
-        return share if cost(share) <= cost(0.5) else 0.5
-    if isinstance(delta_split, str):
-        raise InvalidArgumentError(
-            "delta_split", expected="a share in (0, 1) or 'optimised'", got=delta_split
-        )
-    _check_split(delta_split)
-    return float(delta_split)
-
-
-def _check_split(share: float) -> None:
-    """Refuse a split that leaves one of the two parts of δ empty."""
-    if not 0.0 < share < 1.0:
-        raise InvalidArgumentError(
-            "delta_split",
-            expected="a share strictly between 0 and 1",
-            got=share,
-            remedy="0.5 halves delta between composition and the steps; 'optimised' searches",
         )

@@ -19,7 +19,6 @@ from shuffled_dpsgd.cli.accounting import (
     NumSteps,
     SamplingProb,
     number,
-    parse_delta_split,
     price_each,
     print_comparison,
     resolve_sampling,
@@ -46,7 +45,7 @@ def account(
     epochs: Epochs = None,
     dimension: Dimension = None,
     batch_clip: BatchClip = None,
-    delta_split: DeltaSplitOption = "0.5",
+    delta_split: DeltaSplitOption = 0.5,
     adjacency: AdjacencyOption = "add-remove",
     as_json: AsJson = False,
 ) -> None:
@@ -77,9 +76,7 @@ def account(
         num_steps=steps,
         adjacency=adjacency,
     )
-    chosen = accountants(
-        dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
-    )
+    chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
     rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
@@ -141,7 +138,7 @@ def calibrate(
     epochs: Epochs = None,
     dimension: Dimension = None,
     batch_clip: BatchClip = None,
-    delta_split: DeltaSplitOption = "0.5",
+    delta_split: DeltaSplitOption = 0.5,
     adjacency: AdjacencyOption = "add-remove",
     as_json: AsJson = False,
 ) -> None:
@@ -162,9 +159,7 @@ def calibrate(
     target = Target(
         epsilon=epsilon, delta=delta, sampling_prob=prob, num_steps=steps, adjacency=adjacency
     )
-    chosen = accountants(
-        dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
-    )
+    chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
     rows = price_each(chosen, lambda each: each.calibrate(target).to_json(), quiet=as_json)
     at_paper = _certified_at_paper_noise(target, rows)
     if as_json:

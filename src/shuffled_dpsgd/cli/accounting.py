@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,7 +34,7 @@ BatchClip = Annotated[
     typer.Option(help="Ratio c'/c of batch clip to per-example clip; the paper never states it."),
 ]
 DeltaSplitOption = Annotated[
-    str, typer.Option("--delta-split", help="Share of δ for composition, or 'optimised'.")
+    float, typer.Option("--delta-split", help="Share of δ for composition.")
 ]
 AdjacencyOption = Annotated[Adjacency, stated("adjacency", "--adjacency")]
 REMARKS = {"certified": "rely on this", "gdp": "no bound of ε", "paper": "estimate"}
@@ -73,18 +73,6 @@ def resolve_sampling(
         raise InvalidArgumentError("epochs", expected="a positive number", got=epochs)
     steps = math.ceil(epochs * math.ceil(dataset_size / batch_size))
     return batch_size / dataset_size, max(1, steps)
-
-
-def parse_delta_split(text: str) -> float | Literal["optimised"]:
-    """A share or the word `optimised`."""
-    if text == "optimised":
-        return "optimised"
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidArgumentError(
-            "delta_split", expected="a share in (0, 1) or 'optimised'", got=text
-        ) from None
 
 
 def price_each(

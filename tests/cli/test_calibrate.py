@@ -73,7 +73,6 @@ def test_replace_one_is_certified_and_refused_by_the_rest() -> None:
             ["--epsilon", "1", "--delta", "1e-5", "--sampling-prob", "0.1", "--num-steps", "0"],
             "num_steps",
         ),
-        (["--epsilon", "1", *RUN, *PAPER, "--delta-split", "1"], "delta_split"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(arguments: list[str], named: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from shuffled_dpsgd.models import seeded
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.data.image_files import read_cifar
+from shuffled_dpsgd.tasks.data.image_files import read_npz
 from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import load_digits
 from shuffled_dpsgd_experiments.exhibits import in_clips
@@ -168,7 +168,7 @@ def _load_cifar100(data: Path | None) -> Material:
     folder = _folder(data, "cifar100")
     splits = {}
     for split in ("train", "test"):
-        images, labels = read_cifar("cifar100", folder, split)
+        images, labels = read_npz(folder, split, 100)
         splits[split] = list(zip(images.reshape(len(images), -1), labels.tolist(), strict=True))
     train = splits.pop("train")
     fresh_model = partial(_linear, train[0][0].size, 100)

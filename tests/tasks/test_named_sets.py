@@ -74,23 +74,15 @@ def dart(folder: Path) -> None:
         path.write_text(json.dumps([item] * (COUNT // 2), indent=2))
 
 
-def pixels() -> tuple[Any, Any]:
-    images = np.random.default_rng(0).integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8)
-    return images, np.arange(COUNT, dtype=np.uint8) % 10
-
-
 def cifar10(folder: Path) -> None:
-    images, labels = pixels()
-    planes = images.transpose(0, 3, 1, 2).reshape(COUNT, -1)
-    content = np.concatenate([labels[:, None], planes], axis=1).tobytes()
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        (folder / f"{name}.bin").write_bytes(content)
+    images = np.random.default_rng(0).integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(COUNT, dtype=np.uint8) % 10
+    arrays = {"train_images": images, "train_labels": labels}
+    np.savez(folder / "images.npz", **arrays, test_images=images, test_labels=labels)
 
 
 def cifar100(folder: Path) -> None:
-    images, labels = pixels()
-    arrays = {"train_images": images, "train_labels": labels}
-    np.savez(folder / "images.npz", **arrays, test_images=images, test_labels=labels)
+    cifar10(folder)
 
 
 @pytest.fixture(autouse=True)

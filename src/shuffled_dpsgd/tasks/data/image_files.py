@@ -1,4 +1,4 @@
-"""Images and classes from folders, an `.npz` file or CIFAR's binary files: never guessed at.
+"""Images and classes from folders or an `.npz` file: never guessed at.
 
 A layout or a scale that is guessed wrong would spend the budget on garbage. Files with pickles can
 run any code when they are read, so they are never read here.
@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.data.tables import find_file, shortened
+from shuffled_dpsgd.tasks.data.tables import shortened
 
-_SIDE = 32
-_PIXELS = 3 * _SIDE * _SIDE
-_PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
 _REMEDY = (
     "with numpy, images.transpose(0, 2, 3, 1) puts the channels last, numpy.repeat(images.reshape("
     "n, h, w, 1), 3, axis=-1) makes three of a grey one, and (images * 255).round().astype('uint8')"
@@ -141,52 +137,6 @@ def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
             where, expected=f"one for each of {len(images)} images", got=len(labels)
         )
     return images, labels.astype("int64")
-
-
-def read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
-    """Images uint8 (N, 32, 32, 3) and classes: the binary version in a folder, or one `.npz`."""
-    facts = PUBLISHED[name]
-    folders = [path, *(path / folder for folder in facts.folders)]
-    first = find_file(folders, facts.files("train")[:1])
-    if first is not None:
-        return _read_binary(name, first.parent, split)
-    if path.is_file() or any(path.glob("*.npz")):
-        return read_npz(path, split, len(facts.classes))
-    if any((folder / pickle).exists() for folder in folders for pickle in _PICKLES):
-        raise InvalidArgumentError(
-            "data.path",
-            expected=f"the binary version of {facts.title}",
-            got=f"{path} with pickles, which can run any code when they are read",
-            remedy=f"fetch {facts.what}",
-        )
-    raise facts.missing_file(path, facts.files("train")[0])
-
-
-def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
-    import numpy as np
-
-    facts = PUBLISHED[name]
-    images, labels = [], []
-    for file in facts.files(split):
-        path = folder / file
-        if not path.is_file():
-            raise facts.missing_file(folder, file)
-        content = np.frombuffer(path.read_bytes(), np.uint8)
-        size = facts.label_bytes + _PIXELS
-        if len(content) == 0 or len(content) % size:
-            raise InvalidArgumentError(
-                str(path),
-                expected=f"records of {size} bytes each",
-                got=f"{len(content)} bytes",
-                remedy="fetch it again; a complete file has no remainder",
-            )
-        records = content.reshape(-1, size)
-        found = records[:, facts.label_bytes - 1]
-        _check_classes(str(path), found, len(facts.classes))
-        labels.append(found.astype(np.int64))
-        planes = records[:, facts.label_bytes :].reshape(-1, 3, _SIDE, _SIDE)
-        images.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
-    return np.concatenate(images), np.concatenate(labels)
 
 
 def _check_images(where: str, images: Any) -> None:

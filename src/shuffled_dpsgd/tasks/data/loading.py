@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.chat import CHAT_COLUMNS, Chat, read_chat
 from shuffled_dpsgd.tasks.config import DataConfig
-from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_image_folder, read_npz
+from shuffled_dpsgd.tasks.data.image_files import read_image_folder, read_npz
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.data.sources import folder_of, open_source
 from shuffled_dpsgd.tasks.data.tables import Columns, Row, shortened
@@ -126,10 +126,7 @@ def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
         return _splits(data, lambda split: read_image_folder(folder, split), ("dev",))
 
     def read(split: str) -> TensorDataset:
-        if data.format == "cifar":
-            images, labels = read_npz(folder, split, num_labels)
-        else:
-            images, labels = read_cifar(data.format, folder, split)
+        images, labels = read_npz(folder, split, num_labels)
         # Each image together in memory: batches are put together faster.
         planes = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
         return TensorDataset(planes, torch.from_numpy(labels))

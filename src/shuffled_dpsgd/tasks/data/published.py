@@ -44,8 +44,8 @@ class PublishedSet:
     a split are named by one of its `stems` and one of `kinds`. They have one of the sets of
     `columns`, whose last is the class or the target. Records whose class is `unlabelled` are left
     out, as their publisher says. `broken_share` is the share of broken lines in the published file.
-    Each binary image follows `label_bytes`, the last of which is its class. `heldout` are the
-    splits that are usually scored, `sources` the collections that the records name.
+    `heldout` are the splits that are usually scored, `sources` the collections that the records
+    name.
     """
 
     title: str
@@ -58,7 +58,6 @@ class PublishedSet:
     columns: tuple[Columns, ...] = ()
     unlabelled: str | None = None
     broken_share: float = 0.0
-    label_bytes: int = 0
     classes: Columns = ()
     heldout: Columns = ("dev",)
     sources: Columns = ()
@@ -74,12 +73,11 @@ class PublishedSet:
 
     def missing_file(self, folder: Path, file: str) -> InvalidArgumentError:
         """The error for a missing file: what to put where."""
-        packed = "" if file.endswith(".bin") else f" or {file}.xz"
         there = "" if folder.is_dir() else ", which is not there"
         hub = "" if self.hub is None else 'or write `source = "hub"`; '
         return InvalidArgumentError(
             "data.path",
-            expected=f"a folder with {file}{packed}, for {self.title}",
+            expected=f"a folder with {file} or {file}.xz, for {self.title}",
             got=f"{folder}{there}",
             remedy=f"put there {self.what}, {hub}a path in a file is relative to that file",
         )

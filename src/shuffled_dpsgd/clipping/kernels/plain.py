@@ -126,12 +126,14 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     return torch.bmm(widen(left_BTR).mT, widen(right_BTC))
 
 
-def reach(x_BTD: Tensor, g_BTP: Tensor, bias: bool = False) -> Tensor:
+def reach(
+    x_BTD: Tensor, g_BTP: Tensor, bias: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
     """(B,) sum_t |x_t| |g_t|: the length of all terms of a sample's gradient together.
 
     A bias sees one more input, which is always one.
     """
-    wide = accumulator_dtype(x_BTD, g_BTP)
+    wide = accumulator_dtype(x_BTD, g_BTP) if dtype is None else dtype
     x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=wide)
     if bias:
         x_BT = (x_BT.square() + 1.0).sqrt()
@@ -189,10 +191,14 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 
     sum_{t,s} <x_t, x_s> <g_t, g_s>; the bias adds 1 to every <x_t, x_s>. The terms may cancel to
     any degree, so they are added in float64: in float32 a sample whose tokens' gradients nearly
-    cancel would be found arbitrarily small and escape its clipping.
+    cancel would be found arbitrarily small and escape its clipping. A single token's gradient is as
+    long as its input and its gradient say.
     """
     B, T, _ = x_BTD.shape
     dtype = accumulator_dtype(x_BTD, g_BTP)
+    if T == 1:
+        reach_B = reach(x_BTD, g_BTP, bias, torch.float64)
+        return not_too_small(reach_B.square(), reach_B, dtype)
     on_cores = on_tensor_cores(x_BTD)
     products = inner_products if on_cores else exact_inner_products
     parts = []
@@ -202,10 +208,7 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
             x_gram += 1.0
         parts.append(x_gram.mul_(products(tokens(g_BTP, rows), g_BTP)).sum((1, 2)))
     total_B = added_up(parts, x_BTD)
-    x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=total_B.dtype)
-    if bias:
-        x_BT = (x_BT.square() + 1.0).sqrt()
-    reach_B = (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=total_B.dtype)).sum(1)
+    reach_B = reach(x_BTD, g_BTP, bias, total_B.dtype)
     if on_cores:
         return above_cut_off(total_B, reach_B, stretch(x_BTD.shape[2]), stretch(g_BTP.shape[2]))
     return not_too_small(total_B, reach_B, dtype)

@@ -55,10 +55,8 @@ def test_a_dry_run_advises_and_writes_nothing(
     [
         ([], "--epsilon"),
         (NUMBERS, "--epochs"),
-        (["digits", "--epsilon", "3"], "nothing beside a task"),
         ([*NUMBERS, "--epochs", "1", "--dimension", "0"], "dimension"),
         ([*NUMBERS, "--epochs", "-1", "--dimension", "10"], "epochs"),
-        (["--config", "absent.toml"], "a TOML file"),
     ],
 )
 def test_half_a_plan_is_refused(arguments: list[str], expected: str) -> None:

@@ -729,7 +729,6 @@ CASES: dict[str, tuple[Case, str]] = {
         "delta",
     ),
     "advise half a plan": (verb("advise", "--epsilon", "8"), "--delta"),
-    "advise two plans": (verb("advise", "digits", "--epsilon", "8"), "--epsilon"),
     "advise without end": (verb(*ADVISE, "--epsilon", "inf", "--batch-size", "2"), "epsilon"),
     "advise a large batch": (verb(*ADVISE, "--epsilon", "8", "--batch-size", "20"), "batch_size"),
     "inspect a file": (beside_a_file("inspect", "--model", "./file"), "model"),

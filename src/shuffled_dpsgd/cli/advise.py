@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shuffled_dpsgd.cli import privacy_options as opt
-from shuffled_dpsgd.cli.accounting import BatchSize, DatasetSize, Epochs, resolve_sampling
+from shuffled_dpsgd.cli.accounting import Delta, resolve_sampling
 from shuffled_dpsgd.cli.output import AsJson, facts, print_json, table, verb
 from shuffled_dpsgd.cli.plan_rows import plan_rows
-from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
+from shuffled_dpsgd.cli.privacy_options import stated
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -21,30 +20,26 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.advice import Advice, Preview
 
 COLOURS = {"hopeless": "bold red", "doubtful": "yellow", "promising": "green"}
-RecordsPerUnit = Annotated[int | None, opt.stated("records_per_unit")]
+RecordsPerUnit = Annotated[int | None, stated("records_per_unit")]
 NumRecords = Annotated[
     int | None, typer.Option(help="Records of all units together, with --records-per-unit.")
 ]
 MostOwned = Annotated[
     int | None, typer.Option(help="Records of one unit at most, with --records-per-unit.")
 ]
-Dimension = Annotated[int | None, typer.Option(help="Number d of trainable parameters.")]
 
 
 @verb(
     "advise --epsilon 8 --delta 1e-5 --dataset-size 20000 --batch-size 256 --epochs 3 "
-    "--dimension 22700000",
-    "advise --config sst2.toml",
+    "--dimension 22700000"
 )
 def advise(
-    task: Task = None,
-    config: ConfigFile = None,
-    epsilon: opt.Epsilon = None,
-    delta: opt.Delta = None,
-    dataset_size: DatasetSize = None,
-    batch_size: BatchSize = None,
-    epochs: Epochs = None,
-    dimension: Dimension = None,
+    epsilon: Annotated[float, stated("epsilon")],
+    delta: Delta,
+    dataset_size: Annotated[int, stated("dataset_size")],
+    batch_size: Annotated[int, typer.Option(help="Expected batch size B.")],
+    epochs: Annotated[float, typer.Option(help="T = epochs · ⌈N/B⌉ steps.")],
+    dimension: Annotated[int, typer.Option(help="Number d of trainable parameters.")],
     records_per_unit: RecordsPerUnit = None,
     num_records: NumRecords = None,
     most_owned: MostOwned = None,
@@ -52,39 +47,40 @@ def advise(
 ) -> None:
     """Predict the signal-to-noise ratio of a plan, and suggest batch, clip, rate and epochs.
 
-    From public quantities alone: sizes, ε, δ and the initial weights. The ratio is an upper
-    bound, reached only if all gradients agree; docs/advice.md says why, and what it is worth.
+    From public sizes alone; `train --dry-run` says it of a task, a file or a preset. The ratio is
+    an upper bound, reached only if all gradients agree; docs/advice.md says what it is worth.
 
     With --records-per-unit, --num-records and --most-owned, sizes count units (people, say), and
     drawing units is compared with drawing records and accounting for the group.
     """
-    numbers = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "dataset_size": dataset_size,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "dimension": dimension,
+    from shuffled_dpsgd.tasks.advice import advise_numbers
+
+    _, steps = resolve_sampling(
+        sampling_prob=None,
+        num_steps=None,
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
+    )
+    found = advise_numbers(
+        epsilon=epsilon,
+        delta=delta,
+        dataset_size=dataset_size,
+        expected_batch_size=batch_size,
+        num_steps=steps,
+        dimension=dimension,
+    )
+    owned = {
+        "records_per_unit": records_per_unit,
+        "num_records": num_records,
+        "most_owned": most_owned,
     }
-    if task is None and config is None:
-        owned = {
-            "records_per_unit": records_per_unit,
-            "num_records": num_records,
-            "most_owned": most_owned,
-        }
-        found = _from_numbers(**numbers)
-        units = None if set(owned.values()) == {None} else _units(found, **owned)
-        _print(replace(found, units=units), as_json=as_json)
-        return
-    for name, value in numbers.items():
-        if value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidArgumentError(flag, expected="nothing beside a task or a file", got=value)
-    advise_on(chosen_config(task, config), as_json=as_json)
+    units = None if set(owned.values()) == {None} else _units(found, **owned)
+    _print(replace(found, units=units), as_json=as_json)
 
 
 def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) -> None:
-    """What `advise --config` and `train --dry-run` print.
+    """What `train --dry-run` prints.
 
     A preset whose data are not at hand is judged by its model's shapes and the paper's N.
     """
@@ -100,20 +96,15 @@ def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) ->
     _print(advise_shapes(config, **known), as_json=as_json)
 
 
-def _from_numbers(**numbers: Any) -> Advice:
-    from shuffled_dpsgd.tasks.advice import advise_numbers
-
-    _refuse_missing(numbers, "a value, or digits or --config FILE instead of the numbers")
-    sizes = {name: numbers.pop(name) for name in ("dataset_size", "batch_size", "epochs")}
-    _, steps = resolve_sampling(sampling_prob=None, num_steps=None, **sizes)
-    known = {"dataset_size": sizes["dataset_size"], "expected_batch_size": sizes["batch_size"]}
-    return advise_numbers(**numbers, **known, num_steps=steps)
-
-
 def _units(advice: Advice, **owned: int | None) -> UnitComparison:
     from shuffled_dpsgd.accounting import compare_units
 
-    _refuse_missing(owned, "a value beside the two others that tell of units")
+    missing = next((name for name, value in owned.items() if value is None), None)
+    if missing is not None:
+        flag = f"--{missing.replace('_', '-')}"
+        raise InvalidArgumentError(
+            flag, expected="a value beside the two others that tell of units", got=None
+        )
     assert advice.epsilon is not None, "given"
     return compare_units(
         epsilon=advice.epsilon,
@@ -123,12 +114,6 @@ def _units(advice: Advice, **owned: int | None) -> UnitComparison:
         num_steps=advice.now.num_steps,
         **owned,  # type: ignore[arg-type]
     )
-
-
-def _refuse_missing(values: Mapping[str, object], expected: str) -> None:
-    missing = next((name for name, value in values.items() if value is None), None)
-    if missing is not None:
-        raise InvalidArgumentError(f"--{missing.replace('_', '-')}", expected=expected, got=None)
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:

@@ -37,21 +37,12 @@ def stated_run(
     for name, value in (("--model", model), ("--data", data)):
         if value is not None:
             raise InvalidArgumentError(name, expected="--preset beside it", got=value)
-    if config is None:
-        return chosen_config(task, None).to_json()
-    from shuffled_dpsgd.tasks.config_files import read_config
-
-    _refuse_task(task)
-    return read_config(config)
-
-
-def chosen_config(task: str | None, config: Path | None) -> RunConfig:
-    """The run that a file describes, or the built-in default."""
-    from shuffled_dpsgd.tasks import digits, load_config
-
     if config is not None:
-        _refuse_task(task)
-        return load_config(config)
+        from shuffled_dpsgd.tasks.config_files import read_config
+
+        if task is not None:
+            raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+        return read_config(config)
     if task != "digits":
         raise InvalidArgumentError(
             "TASK",
@@ -59,12 +50,9 @@ def chosen_config(task: str | None, config: Path | None) -> RunConfig:
             got=task,
             remedy="other tasks need data: name it in a TOML file",
         )
-    return digits.default_config()
+    from shuffled_dpsgd.tasks import digits
 
-
-def _refuse_task(task: str | None) -> None:
-    if task is not None:
-        raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+    return digits.default_config().to_json()
 
 
 def with_overrides(

@@ -1,20 +1,15 @@
 """Table 2: the same run with and without shuffling, in a common frame of noise.
 
-    python -m shuffled_dpsgd_experiments.tables.table2 --config RUN.toml --json results/table2.json
-
-Both runs see the same batches and the same noise, drawn for the weights as if they had never moved
-(`noise_frame = "unshuffled"`); then they follow the same trajectory to rounding. Dropout is off,
-because its masks are drawn by position and would differ. The distance is that of the model's
-weights before and after one shuffle.
+`demo` trains on digits, `paper` what examples/table2_sst2.toml says. Both runs see the same batches
+and the same noise, drawn for the weights as if they had never moved (`noise_frame = "unshuffled"`);
+then they follow the same trajectory to rounding. Dropout is off, because its masks are drawn by
+position and would differ. The distance is that of the weights before and after one shuffle.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +17,15 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse_config
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
-from shuffled_dpsgd_experiments.programs import errors_on_one_line
 from shuffled_dpsgd_experiments.sweeps.cell import train_on
 from shuffled_dpsgd_experiments.tables.printed import INVARIANCE, WEIGHT_DISTANCE
 
 TITLE = "Table 2: permutation invariance"
+REAL = Path(__file__).parents[2] / "examples" / "table2_sst2.toml"
 MODES = ("non-private", "DPSGD")
 AGREE = 1e-3
 """Losses closer than this, relative to one of them, are called equal: float32, many steps."""
@@ -59,14 +53,7 @@ def demo_config() -> RunConfig:
 
 def run(scale: str, config: RunConfig | None = None) -> dict[str, Any]:
     """Four trainings of one model, two in each mode, and the distance a shuffle makes."""
-    if config is None and scale != "demo":
-        raise InvalidArgumentError(
-            "--scale",
-            expected="demo for this table, or a run of your own",
-            got=scale,
-            remedy="python -m shuffled_dpsgd_experiments.tables.table2 --config RUN.toml",
-        )
-    config = config or demo_config()
+    config = config or (demo_config() if scale == "demo" else load_config(REAL))
     task = build_task(config)
     return {
         "scale": scale,
@@ -179,20 +166,3 @@ def _verdict(gap: float, *, same: bool) -> str:
 
 
 TABLE = in_one_file("table2", TITLE, run, show)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train a run of one's own four times, where a GPU is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True, help="a run's TOML file")
-    parser.add_argument("--json", type=Path, default=Path("results/table2.json"))
-    options = parser.parse_args(arguments)
-    found = run("paper", load_config(options.config))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(show(found).to_markdown())
-
-
-if __name__ == "__main__":
-    with errors_on_one_line():
-        main()

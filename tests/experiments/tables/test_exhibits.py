@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks import parse_config
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd_experiments.exhibits import (
@@ -259,6 +260,12 @@ def test_shuffled_and_unshuffled_runs_agree_in_the_common_frame(
     distance = invariance["weight_distance"]
     assert distance["shuffled"] > 1.0
     assert distance["undone"] == 0.0
+
+
+def test_table_2_at_full_scale_is_the_run_of_its_file(tmp_path: Path) -> None:
+    """Its folders are the user's to name: those of the file are not there."""
+    with pytest.raises(ShuffledDPError, match=r"examples/sst2|MiniLM"):
+        REPRODUCTIONS["table2"].reproduce(Request(output=tmp_path, scale="paper"))
 
 
 def test_table_2_quotes_the_paper_and_says_equal(invariance: dict[str, Any]) -> None:

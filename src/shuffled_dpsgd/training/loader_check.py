@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,12 +43,23 @@ _SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """A part as it was loaded and collated; what was drawn by whom, and where that ended."""
+class _Stage:
+    """One list made of another: samples of records, or the rows of a batch of samples.
 
-    samples: list[Any]
-    batch: Any
-    loads_at_random: bool
+    Entries may be exchanged for any of the `pool`.
+    """
+
+    name: str
+    make: Callable[[list[Any]], Any]
+    items: list[Any]
+    pool: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What was made, whether numbers were drawn for it, and where that ended."""
+
+    result: Any
     draws: bool
     end: str
 
@@ -75,10 +87,10 @@ class LoaderCheck:
         self._draws = turns.draws
         self._is_first = True
         self._seconds_of_records = 0.0
-        self._has_shifted = False
+        self._has_shifted: set[str] = set()
         self._repeats = True
         self._why_no_records = ""
-        # Kinds of parts of which no exchange could be compared.
+        # Stages and kinds of parts of which no exchange could be compared.
         self._unseen: set[Hashable] = set()
         self._own = generators_in([loader.data, loader.collate], 4)
 
@@ -94,7 +106,7 @@ class LoaderCheck:
         if self._unseen:
             why = "no exchange of records could be compared"
             if not self._repeats:
-                why = "loading the same records twice, under the same random numbers, differs"
+                why = "the same records, made twice under the same random numbers, differ"
             found.append(f"not checked: that a row of a batch is made of one record ({why})")
         return found
 
@@ -129,33 +141,61 @@ class LoaderCheck:
                 self._loader.data, part.records, self._draws, self._own, thorough=first
             )
             self._seconds_of_records += time.perf_counter() - began
-        self._try_all(part, kind, thorough=first)
-        rows = len(part.records)
-        if first and 0 < rows < self.turns.up_to:
-            # What is done to large batches only: the same records, several times.
-            times = -(-self.turns.up_to // rows)
-            larger = replace(part, records=(part.records * times)[: self.turns.up_to])
-            try:
-                self._load(larger.records, larger, 0, RandomStates.now(self._own))
-            except Exception:  # What collates need not take the same record twice.
-                return
-            self._try_all(larger, kind, thorough=False)
+        for stage in self._stages(part):
+            self._try_all(stage, part, kind, thorough=first)
+            rows = len(stage.items)
+            if first and 0 < rows < self.turns.up_to:
+                # What is done to large batches only: the same records, several times.
+                times = -(-self.turns.up_to // rows)
+                larger = replace(stage, items=(stage.items * times)[: self.turns.up_to])
+                try:
+                    self._made(larger, larger.items, 0, RandomStates.now(self._own))
+                except Exception:  # What collates need not take the same record twice.
+                    continue
+                self._try_all(larger, part, kind, thorough=False)
 
-    def _try_all(self, part: Part, kind: Hashable, *, thorough: bool) -> None:
+    def _stages(self, part: Part) -> list[_Stage]:
+        """How a part is made, as far as several records come together in it."""
+        loader, records = self._loader, list(part.records)
+        others = [self._draws.randrange(self._size) for _ in records]
+        samples = pool = self._samples(records)
+        if part.length is None:
+            # A record that is not in the batch may be too long for it, or one that fails to load.
+            with suppress(Exception):
+                pool = [*samples, *self._samples(others)]
+        made = [
+            _Stage(
+                name="collate",
+                make=lambda items: loader.collated(items, part),
+                items=samples,
+                pool=pool,
+            )
+        ]
+        if loader.loads_many:
+            # Without it, records are loaded one by one.
+            load = _Stage(name="data", make=loader.samples, items=records, pool=records + others)
+            made.insert(0, load)
+        return made
+
+    def _samples(self, records: list[int]) -> list[Any]:
+        seed_all(self._draws.getrandbits(32))
+        return self._loader.samples(records)
+
+    def _try_all(self, stage: _Stage, part: Part, kind: Hashable, *, thorough: bool) -> None:
         """Exchange the records at many places, or at a few."""
-        rows = len(part.records)
+        rows = len(stage.items)
         if rows < 2:
             return
-        self._unseen.add(kind)
-        self._repeats = self._repeats and self._loads_alike(part)
+        self._unseen.add((stage.name, kind))
+        self._repeats = self._repeats and self._is_made_alike(stage)
         if not self._repeats:
             return
         began, suspects = time.perf_counter(), list[int]()
         for done, places in enumerate(self._exchanges(rows), start=1):
-            tried = self._try(part, places)
+            tried = self._try(stage, part, places)
             suspects += [] if tried.suspect is None else [tried.suspect]
             if tried.is_compared:
-                self._unseen.discard(kind)
+                self._unseen.discard((stage.name, kind))
             wanted = 2 * (rows - 1).bit_length() if thorough else _FEW_TRIALS
             if tried.is_random:
                 slow = time.perf_counter() - began > _SECONDS
@@ -163,8 +203,8 @@ class LoaderCheck:
             if done >= wanted:
                 break
         # Where every record draws as many numbers as any other, none are shifted.
-        if suspects and not self._has_shifted:
-            raise _refusal("collate", part, suspects[0])
+        if suspects and stage.name not in self._has_shifted:
+            raise _refusal(stage, part, suspects[0])
 
     def _exchanges(self, rows: int) -> Iterator[set[int]]:
         """Which rows to exchange: first so that any two are told apart, then by chance."""
@@ -178,103 +218,65 @@ class LoaderCheck:
             yield set(range(self._draws.randrange(1, rows), rows))
             yield set(self._draws.sample(range(rows), self._draws.randrange(1, rows)))
 
-    def _loads_alike(self, part: Part) -> bool:
-        """Whether the same part comes out the same under the same states."""
+    def _is_made_alike(self, stage: _Stage) -> bool:
+        """Whether the same comes out of the same under the same states."""
         states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
-        one, two = (self._load(part.records, part, seed, states).batch for _ in range(2))
-        rows = len(part.records)
-        return all(same_row(one, two, row, rows) for row in range(rows))
+        one, two = (self._made(stage, stage.items, seed, states).result for _ in range(2))
+        rows = len(stage.items)
+        return all(_is_same(stage, one, two, row, rows) for row in range(rows))
 
-    def _try(self, part: Part, places: set[int]) -> _Tried:
-        """Exchange the records at some places."""
-        states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
-        size = len(part.records)
-        one = self._load(part.records, part, seed, states)
-        try:
-            two = self._exchanged(part, places, one, seed, states)
-        except Exception:  # What is told of records that do not belong together is no finding.
-            self._has_shifted = True
-            return _Tried()
-        rest = [row for row in range(size) if row not in places]
-        # What is drawn for several records at once may be shifted by the first that is exchanged.
-        shifted = min(places) if two.loads_at_random else size
-        for row in rest:
-            if row < shifted and not same(one.samples[row], two.samples[row]):
-                raise _refusal("data", part, row)
-        is_random = two.loads_at_random or two.draws
-        shifts = is_random and (shapes(one.batch) != shapes(two.batch) or one.end != two.end)
-        self._has_shifted = self._has_shifted or shifts
-        for row in rest if not shifts else []:
-            if not same_row(one.batch, two.batch, row, size):
-                if is_random and row > min(places):
-                    return _Tried(is_random=True, is_compared=True, suspect=row)
-                raise _refusal("collate", part, row)
-        return _Tried(is_random=is_random, is_compared=not shifts)
-
-    def _exchanged(
-        self, part: Part, places: set[int], one: _Loaded, seed: int, states: RandomStates
-    ) -> _Loaded:
-        """The part with other records at some places; of its own where others may not fit."""
-        if part.length is None:
-            records = [self._other(r) if at in places else r for at, r in enumerate(part.records)]
-            try:
-                return self._load(records, part, seed, states)
-            except Exception:  # A record that is not in the batch may be one that cannot be loaded.
-                pass
-        size = len(one.samples)
-        own = [self._draws.choice([r for r in range(size) if r != at]) for at in range(size)]
-        samples = [one.samples[own[at]] if at in places else s for at, s in enumerate(one.samples)]
-        states.restore()
-        return self._collated(samples, part, seed, loads_at_random=one.loads_at_random)
-
-    def _other(self, record: int) -> int:
-        other = self._draws.randrange(self._size - 1) if self._size > 1 else 0
-        return other + (other >= record)
-
-    def _load(self, records: Sequence[int], part: Part, seed: int, states: RandomStates) -> _Loaded:
-        """The records as the data set gives them, each under its own random numbers if possible."""
-        states.restore()
-        seed_all(seed)
-        start = self._digest()
-        if self._loader.loads_many:
-            samples = self._loader.samples(list(records))
-        else:
-            samples = []
-            for place, record in enumerate(records):
-                seed_all((seed + 7919 * place) % 2**32)
-                samples += self._loader.samples([record])
-            seed_all(seed)
-        at_random = self._loader.loads_many and self._digest() != start
-        return self._collated(samples, part, seed, loads_at_random=at_random)
-
-    def _collated(
-        self, samples: list[Any], part: Part, seed: int, *, loads_at_random: bool
-    ) -> _Loaded:
-        """Samples as a batch; they may be changed by what collates."""
-        mine = copy.deepcopy(samples)
-        seed_all(seed)
-        start = self._digest()
-        batch = self._loader.collated(mine, part)
-        end = self._digest()
-        return _Loaded(
-            samples=samples,
-            batch=batch,
-            loads_at_random=loads_at_random,
-            draws=end != start,
-            end=end,
+    def _try(self, stage: _Stage, part: Part, places: set[int]) -> _Tried:
+        """Exchange what stands at some places."""
+        states, seed, size = (
+            RandomStates.now(self._own),
+            self._draws.getrandbits(32),
+            len(stage.items),
         )
+        one = self._made(stage, stage.items, seed, states)
+        pick = self._draws.choice
+        items = [pick(stage.pool) if at in places else item for at, item in enumerate(stage.items)]
+        try:
+            two = self._made(stage, items, seed, states)
+        except Exception:  # What is told of records that do not belong together is no finding.
+            self._has_shifted.add(stage.name)
+            return _Tried()
+        shifts = two.draws and (shapes(one.result) != shapes(two.result) or one.end != two.end)
+        if shifts:
+            self._has_shifted.add(stage.name)
+        for row in range(size):
+            # What is drawn for several records may be shifted by the first that is exchanged.
+            is_behind = two.draws and row > min(places)
+            if row in places or (shifts and (is_behind or stage.name == "collate")):
+                continue
+            if not _is_same(stage, one.result, two.result, row, size):
+                if is_behind:
+                    return _Tried(is_random=True, is_compared=True, suspect=row)
+                raise _refusal(stage, part, row)
+        return _Tried(is_random=two.draws, is_compared=not shifts)
 
-    def _digest(self) -> str:
-        return RandomStates.now(self._own).digest()
+    def _made(self, stage: _Stage, items: list[Any], seed: int, states: RandomStates) -> _Made:
+        """What is made of these; they may be changed by what makes it."""
+        mine = copy.deepcopy(items)
+        states.restore()
+        seed_all(seed)
+        start = RandomStates.now(self._own).digest()
+        result = stage.make(mine)
+        end = RandomStates.now(self._own).digest()
+        return _Made(result=result, draws=end != start, end=end)
 
 
-def _refusal(name: str, part: Part, row: int) -> InvalidArgumentError:
-    how = "loaded" if name == "data" else "loaded and collated"
+def _is_same(stage: _Stage, one: Any, two: Any, row: int, size: int) -> bool:
+    return same(one[row], two[row]) if stage.name == "data" else same_row(one, two, row, size)
+
+
+def _refusal(stage: _Stage, part: Part, row: int) -> InvalidArgumentError:
+    how = "loaded" if stage.name == "data" else "collated"
+    record = part.records[row % len(part.records)]
     return InvalidArgumentError(
-        name,
+        stage.name,
         expected="every row of a batch to be made of one record",
-        got=f"row {row} (record {part.records[row]}) that changes when records beside it are "
-        f"exchanged for others, {how} twice under the same random numbers",
+        got=f"row {row} (record {record}) that changes when records beside it are exchanged for "
+        f"others, {how} twice under the same random numbers",
         remedy="records must not be mixed, centred or scaled by each other before the model, nor "
         "stand for each other: no clip could bound what one of them contributes",
     )

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="JSON lines with messages.")
     parser.add_argument("--output", required=True, help="Folder of the adapter and its card.")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--accumulate", type=int, default=64, help="Batches of 8 in a step.")
     parser.add_argument("--cpu", action="store_true", help="Without a GPU.")
     given = parser.parse_args()
     trainer = DPSFTTrainer(  # private
@@ -32,7 +33,7 @@ def main() -> None:
         args=SFTConfig(
             output_dir=given.output,
             per_device_train_batch_size=8,
-            gradient_accumulation_steps=64,
+            gradient_accumulation_steps=given.accumulate,
             max_steps=given.steps,
             learning_rate=5e-4,
             assistant_only_loss=True,

@@ -40,9 +40,10 @@ def test_it_runs_offline(
 ) -> None:
     llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    records("chat", 600).to_json(tmp_path / "chats.jsonl")
+    records("chat", 60).to_json(tmp_path / "chats.jsonl")
     flags = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "chats.jsonl")]
     flags += ["--output", str(tmp_path / "out"), "--steps", "1", "--cpu"]
+    flags += ["--accumulate", "2"]
     monkeypatch.setattr(sys, "argv", ["chat_lora_private.py", *flags])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert "(proven)" in capsys.readouterr().out

@@ -122,8 +122,15 @@ def test_a_schedule_scales_clip_and_noise_and_keeps_epsilon() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="clip_quantile: expected a number in"):
         private(clip_quantile=1.5)
-    with pytest.raises(InvalidArgumentError, match="clip_quantile: expected clip='flat'"):
-        private(clip_quantile=0.5, clip="automatic")
+    for options, match in (
+        ({"clip": "automatic"}, "clip_quantile: expected flat"),
+        ({"shuffle": "every-step", "noise_frame": "unshuffled"}, "expected shuffled"),
+        ({"accounting": "paper", "batch_clip_norm": 1.0, "unshuffled_noise_multiplier": 1.0},
+         "clip_quantile: expected certified or rdp"),
+        ({"method": "non-private", "noise_multiplier": None}, "clip_norm: expected a clip to"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match=match):
+            private(clip_quantile=0.5, **options)
     run = private(clip_quantile=0.5)
     with pytest.raises(InvalidArgumentError, match="yours to set, between two steps"):
         run.set_clip_norm(2.0)

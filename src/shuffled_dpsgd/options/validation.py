@@ -165,9 +165,12 @@ def check_together(options: PrivacyOptions) -> None:
     quantile = options.clip_quantile
     if quantile is not None:
         _demand(0.0 < quantile < 1.0, "clip_quantile", "a number in (0, 1)", quantile)
-        if options.clip != "flat" or options.accounting == "paper" or options.clip_norm == math.inf:
-            wanted = "clip='flat' at a finite clip_norm, and accounting='certified' or 'rdp'"
-            raise _clash("clip_quantile", (options.clip, options.accounting), wanted)
+        _demand(math.isfinite(options.clip_norm), "clip_norm", "a clip to start from", math.inf)
+        for name, wanted in (("clip", "flat"), ("noise_frame", "shuffled")):
+            if getattr(options, name) != wanted:
+                raise _clash("clip_quantile", f"{name}={getattr(options, name)!r}", wanted)
+        if options.accounting == "paper":
+            raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
     if options.records_per_unit and (
         options.sampling != "poisson" or options.loss_reduction != "sum"
     ):
@@ -196,5 +199,5 @@ def _demand(holds: object, name: str, expected: str, got: object, remedy: str = 
         raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
-def _clash(one: str, other: object, wanted: str) -> InvalidArgumentError:
+def _clash(one: str, other: str, wanted: str) -> InvalidArgumentError:
     return InvalidArgumentError(one, expected=wanted, got=other, remedy="the two contradict")

@@ -22,8 +22,8 @@ from shuffled_dpsgd.errors import (
 )
 from shuffled_dpsgd.training import (
     LoopSettings,
-    Mechanism,
     PrivateTraining,
+    ShuffledGaussianMechanism,
     make_private,
     save_checkpoint,
     train,
@@ -138,7 +138,7 @@ def test_a_run_stops_at_its_budget() -> None:
 class Witness:
     """Looks at the ledger on disk at the very moment a release is made."""
 
-    def __init__(self, inner: Mechanism, path: Path) -> None:
+    def __init__(self, inner: ShuffledGaussianMechanism, path: Path) -> None:
         self._inner = inner
         self._path = path
         self.entries: list[int] = []

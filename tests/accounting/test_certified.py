@@ -174,7 +174,9 @@ def test_impossible_requests_name_the_argument(changes: dict[str, object], argum
     assert refusal.value.argument == argument
 
 
-@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, 1e-9, 1e12])
+@pytest.mark.parametrize(
+    "epsilon", [0.0, -1.0, math.inf, 1e-9, pytest.param(1e12, marks=pytest.mark.slow)]
+)
 def test_a_target_that_no_noise_meets_is_refused(epsilon: float) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
         calibrate_certified(epsilon=epsilon, delta=1e-12, sampling_prob=0.02, num_steps=500)

@@ -6,14 +6,15 @@ that stand beside a module's class. What is drawn from anywhere else cannot be r
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import getclosurevars, isfunction, ismethod
-from types import ModuleType
-from typing import Any
+from inspect import isfunction, ismethod
+from types import CellType, ModuleType
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -67,17 +68,17 @@ class RandomStates:
         for generator, state in self.own:
             _put_back(generator, state)
 
-    def torch_digest(self) -> str:
-        """Text that differs once torch's shared generators have been used."""
-        return repr(_plain(self.of_torch))
+    def of_torch_alone(self) -> object:
+        """Plain data that differ once torch's shared generators have been used."""
+        return _plain(self.of_torch)
 
-    def host_digest(self) -> str:
-        """Text that differs once any other generator has been used."""
-        return repr(_plain((self.of_host, [state for _, state in self.own])))
+    def of_others(self) -> object:
+        """Plain data that differ once any other generator has been used."""
+        return _plain((self.of_host, [state for _, state in self.own]))
 
-    def digest(self) -> str:
-        """Text that differs once any generator has been used."""
-        return self.torch_digest() + self.host_digest()
+    def plain(self) -> object:
+        """Plain data that differ once any generator has been used."""
+        return self.of_torch_alone(), self.of_others()
 
 
 @contextmanager
@@ -130,18 +131,33 @@ def generators_in(roots: Iterable[Any], depth: int) -> list[Own]:
     """Generators that objects hold, in attributes, closures, or beside their functions."""
     found: dict[int, Own] = {}
     seen: set[int] = set()
+    # Of functions: a module's names are looked through once, not for each of its functions.
+    beside: dict[int, dict[str, Any]] = {}
     waiting = [(root, depth) for root in roots]
     while waiting and len(seen) < _MOST_OBJECTS:
         value, left = waiting.pop()
-        if isinstance(value, Own) and not isinstance(value, random.SystemRandom):
+        if _is_own(value):
             found[id(value)] = value
         elif id(value) not in seen and left >= 0 and not isinstance(value, _OPAQUE):
             seen.add(id(value))
-            waiting += [(part, left - 1) for part in _parts(value)]
+            waiting += [(part, left - 1) for part in _parts(value, beside)]
+    everywhere = (each for names in beside.values() for each in names.values())
+    found |= {id(e): e for e in everywhere if _is_own(e)}
     return list(found.values())
 
 
-def _parts(value: Any) -> list[Any]:
+def _is_own(value: Any) -> TypeGuard[Own]:
+    return _are_own(type(value))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _are_own(kind: type) -> bool:
+    """Kept by class: of an object, torch answers in Python whether it is a generator."""
+    return issubclass(kind, Own) and not issubclass(kind, random.SystemRandom)
+
+
+def _parts(value: Any, beside: dict[int, dict[str, Any]]) -> list[Any]:
+    """What an object holds; the names that stand beside a function are put into `beside`."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -151,8 +167,9 @@ def _parts(value: Any) -> list[Any]:
     function = getattr(value, "__func__", value)
     found = [value.__self__] if ismethod(value) else []
     if isfunction(function):
-        found += [each for each in function.__globals__.values() if isinstance(each, Own)]
-        found += getclosurevars(function).nonlocals.values()
+        beside[id(function.__globals__)] = function.__globals__
+        # A cell is empty until its variable is bound.
+        found += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
     if not isinstance(value, type | ModuleType):
         found += getattr(value, "__dict__", {}).values()
     return found
@@ -176,11 +193,13 @@ def _put_back(generator: Own, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """A state without arrays, whose text would leave most of them out."""
+    """A state without arrays, which do not compare as a whole."""
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):
         return [(key, _plain(part)) for key, part in state.items()]
-    return [_plain(part) for part in state] if isinstance(state, list | tuple) else state
+    if isinstance(state, list | tuple) and not all(type(part) is int for part in state):
+        return [_plain(part) for part in state]
+    return state

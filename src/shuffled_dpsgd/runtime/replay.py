@@ -158,7 +158,7 @@ class Witness:
         if torch.compiler.is_compiling() or self._is_idle() or self.call is None:
             return None
         call, taps = self.call, {}
-        call.is_random = call.before.torch_digest() != call.before.again().torch_digest()
+        call.is_random = call.before.of_torch_alone() != call.before.again().of_torch_alone()
         for place, leaf in enumerate(tensors_in(output)):
             if leaf.requires_grad:
                 call.outputs[place] = leaf.detach()

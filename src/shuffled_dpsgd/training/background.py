@@ -20,9 +20,9 @@ def loaded_ahead(items: Iterator[Item], *, depth: int = DEPTH) -> Iterator[Item]
     two threads would draw from that generator in no fixed order. An exception is raised where its
     item was due.
     """
-    before = RandomStates.now().digest()
+    before = RandomStates.now().plain()
     for first in items:
-        is_random = before != RandomStates.now().digest()
+        is_random = before != RandomStates.now().plain()
         yield first
         yield from items if is_random else _threaded(items, depth)
 

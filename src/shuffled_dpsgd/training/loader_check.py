@@ -61,7 +61,7 @@ class _Made:
 
     result: Any
     draws: bool
-    end: str
+    end: object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +259,9 @@ class LoaderCheck:
         mine = copy.deepcopy(items)
         states.restore()
         seed_all(seed)
-        start = RandomStates.now(self._own).digest()
+        start = RandomStates.now(self._own).plain()
         result = stage.make(mine)
-        end = RandomStates.now(self._own).digest()
+        end = RandomStates.now(self._own).plain()
         return _Made(result=result, draws=end != start, end=end)
 
 

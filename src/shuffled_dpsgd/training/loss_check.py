@@ -131,7 +131,7 @@ class LossExchange:
             self._model.eval()
             states = RandomStates.of_model(self._model)
             observe(rows, rows, False)
-            if states.digest() != states.again().digest():
+            if states.plain() != states.again().plain():
                 self.why_not_padding = "numbers are drawn at random in evaluation mode"
                 return
             trials = (

@@ -71,6 +71,8 @@ def row_digest(record: Any) -> bytes:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two records are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and _bits(one) == _bits(other)
     return row_digest(one) == row_digest(other)
 
 
@@ -127,9 +129,7 @@ def _add(whole: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         _add(whole, [part for key in sorted(value) for part in (key, value[key])])
     elif isinstance(value, Tensor):
-        array = value.detach().cpu().contiguous()
-        kind = f"tensor:{array.dtype}:{tuple(array.shape)}"
-        _add_bytes(whole, kind, array.reshape(-1).view(torch.uint8).numpy().tobytes())
+        _add_bytes(whole, f"tensor:{value.dtype}:{tuple(value.shape)}", _bits(value))
     elif hasattr(value, "tobytes") and not (
         isinstance(value, np.ndarray) and value.dtype.hasobject
     ):
@@ -141,6 +141,11 @@ def _add(whole: Any, value: Any) -> None:
         _add_bytes(whole, type(value).__name__, pickle.dumps(value))
     else:
         _add_bytes(whole, type(value).__name__, repr(value).encode())
+
+
+def _bits(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _has_text(value: Any) -> bool:

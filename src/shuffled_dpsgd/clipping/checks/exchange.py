@@ -100,8 +100,8 @@ class ExchangeTest:
         self.num_watched = len(trial.kept)
         with noted:
             found = trial.exchange(states, gradients)
-        host_moved = states.host_digest() != states.again().host_digest()
-        is_random = states.digest() != states.again().digest()
+        host_moved = states.of_others() != states.again().of_others()
+        is_random = states.plain() != states.again().plain()
         self.seen = None if is_random or trial.seen is None else (trial.kept, trial.seen)
         if found is None and not is_random:
             found = trial.leave_out(gradients)

@@ -187,11 +187,13 @@ def test_preferences_are_learned_privately(tmp_path: Path, options: dict[str, An
     assert "forward" not in vars(trainer.model) or trainer.model.forward.__name__ != "of_pairs"
 
 
-def test_half_precision_passes_the_referee(tmp_path: Path) -> None:
+def test_half_precision_and_a_following_clip_pass_the_referee(tmp_path: Path) -> None:
     """accelerate casts inside the model's forward, where nobody outside would see it."""
-    trainer = sft(tmp_path, config={"bf16": True})
+    trainer = sft(tmp_path, config={"bf16": True}, privacy=privacy(clip_quantile=0.5))
     trainer.train()
     assert trainer.private.ledger.spent == 2
+    assert trainer.private.moving_clip.level != 1.0
+    assert "follows the norms" in str(trainer.card())
 
 
 @pytest.mark.parametrize(

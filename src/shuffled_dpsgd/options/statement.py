@@ -74,6 +74,11 @@ class Budget:
     clip_norm: float = _option(
         1.0, "c, the clip of each sample's gradient over all trainable weights."
     )
+    clip_quantile: float | None = _option(
+        None,
+        "Share of records whose gradients are to be below the clip, such as 0.5: the clip starts "
+        "at clip_norm and follows the norms, within the same ε. None: it stays.",
+    )
     batch_clip_norm: float | None = _option(
         None, "c', the clip of the shuffled block as a whole; paper needs it."
     )
@@ -168,11 +173,6 @@ class PrivacyOptions(Budget, Schedule):
     clip: Clip = _option(
         "flat",
         "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.",
-    )
-    clip_quantile: float | None = _option(
-        None,
-        "Share of records whose gradients are to be below the clip, such as 0.5: the clip starts "
-        "at clip_norm and follows the norms, within the same ε. None: it stays.",
     )
     sampling: Sampling = _option(
         "poisson",

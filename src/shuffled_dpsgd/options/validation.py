@@ -24,6 +24,7 @@ _TINY = math.ulp(0.0)
 _RANGES = {
     "delta": (_TINY, math.nextafter(1.0, 0.0), "a number in (0, 1)"),
     "clip_norm": (_TINY, math.inf, "a positive number"),
+    "clip_quantile": (_TINY, math.nextafter(1.0, 0.0), "a number in (0, 1)"),
     "check_rate": (0.0, 1.0, "a number from 0 to 1"),
     "epsilon": (_TINY, math.nextafter(math.inf, 0.0), "a positive number"),
     "noise_multiplier": (0.0, math.nextafter(math.inf, 0.0), "a non-negative number"),
@@ -96,6 +97,12 @@ def check_budget(budget: Budget) -> None:
     )
     if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
         raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
+    if budget.clip_quantile is not None:
+        _demand(math.isfinite(budget.clip_norm), "clip_norm", "a clip to start from", math.inf)
+        if budget.noise_frame != "shuffled":
+            raise _clash("clip_quantile", f"noise_frame={budget.noise_frame!r}", "shuffled")
+        if budget.accounting == "paper":
+            raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
     _check_paper(budget)
 
 
@@ -162,15 +169,8 @@ def check_together(options: PrivacyOptions) -> None:
         raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
     if options.sampling == "unaccounted" and options.epsilon is not None:
         raise _clash("epsilon", "sampling='unaccounted'", "sampling='poisson'")
-    quantile = options.clip_quantile
-    if quantile is not None:
-        _demand(0.0 < quantile < 1.0, "clip_quantile", "a number in (0, 1)", quantile)
-        _demand(math.isfinite(options.clip_norm), "clip_norm", "a clip to start from", math.inf)
-        for name, wanted in (("clip", "flat"), ("noise_frame", "shuffled")):
-            if getattr(options, name) != wanted:
-                raise _clash("clip_quantile", f"{name}={getattr(options, name)!r}", wanted)
-        if options.accounting == "paper":
-            raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
+    if options.clip_quantile is not None and options.clip != "flat":
+        raise _clash("clip_quantile", f"clip={options.clip!r}", "flat")
     if options.records_per_unit and (
         options.sampling != "poisson" or options.loss_reduction != "sum"
     ):

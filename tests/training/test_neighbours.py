@@ -429,7 +429,37 @@ def mixed_in_one_of_ten(model: nn.Module, batch: Any) -> Tensor:
     return losses / losses.detach().mean() if torch.rand(()) < 0.1 else losses
 
 
-LOSSES = [detached_mean, softmax_of_batch, over_detached_std, gradient_alone, mixed_in_one_of_ten]
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    similar = model(batch.x) @ model(batch.x).T
+    return F.cross_entropy(similar, torch.arange(len(similar)), reduction="none")
+
+
+def weighted_by_counts(model: nn.Module, batch: Any) -> Tensor:
+    losses = F.cross_entropy(model(batch.x), batch.y, reduction="none")
+    return losses / torch.bincount(batch.y, minlength=CLASSES)[batch.y]
+
+
+def divided_by_the_batch(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.x), batch.y, reduction="none") / len(batch.x)
+
+
+def centred_in_training_beside_noise(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch.x)
+    logits = logits - logits.mean(0) if model.training else logits
+    return F.cross_entropy(logits + 0.1 * torch.randn_like(logits), batch.y, reduction="none")
+
+
+LOSSES = [
+    detached_mean,
+    softmax_of_batch,
+    over_detached_std,
+    gradient_alone,
+    mixed_in_one_of_ten,
+    contrastive,
+    weighted_by_counts,
+    divided_by_the_batch,
+    centred_in_training_beside_noise,
+]
 
 
 def step_by_step(private: PrivateTraining, loss: Any) -> None:

@@ -34,6 +34,7 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert "calibrated to the certified ε, which is proven" in " ".join(printed.split())
     assert "(proven)" in printed
     assert "(heuristic)" in printed
+    assert "s for checks" in printed
     steps = [line for line in printed.splitlines() if line.startswith("step ")]
     assert steps
     assert all("spent so far, of a plan of ε = " in line for line in steps)

@@ -302,8 +302,10 @@ def test_healthy_data_sets_pass(kind: type[Records]) -> None:
 def test_a_subset_passes() -> None:
     data = torch.utils.data.Subset(Records(), list(range(RECORDS - 1, -1, -1)))
     private = start(mlp())
+    assert private.check_seconds == 0
     run(private, data)
     assert private.ledger.spent == 4
+    assert private.check_seconds > 0
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     if outcome.steps_lost:
         rows.append(("lost", _lost(outcome)))
     rows += [
-        ("time", f"{seconds:.1f} s"),
+        ("time", f"{seconds:.1f} s, of which {run.private.check_seconds:.1f} s for checks"),
         ("certified ε", _claim(card.certified, card)),
         ("paper's estimate", _paper(card.paper, card)),
         *([("budget", run.private.history.in_budget)] if run.private.history.in_budget else []),

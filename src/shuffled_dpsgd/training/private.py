@@ -207,6 +207,11 @@ class PrivateTraining:
         return next(self.model.parameters()).device
 
     @property
+    def check_seconds(self) -> float:
+        """What all checks of the run have taken so far; most of it before the first release."""
+        return self._check_time.seconds
+
+    @property
     def closed(self) -> bool:
         """Whether the run is detached from the model and the optimizer."""
         return self._closed_because is not None

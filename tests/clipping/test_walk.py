@@ -17,6 +17,7 @@ from shuffled_dpsgd import make_private
 from shuffled_dpsgd.clipping import ClippingEngine
 
 SOURCES = str(Path(shuffled_dpsgd.__file__).parent)
+ERRORS = str(Path(SOURCES) / "errors.py")
 MOST_HOPS, MOST_PARTS = 400, 8
 
 
@@ -25,13 +26,16 @@ def is_ours(frame: FrameType) -> bool:
 
 
 class Hops:
-    """Counts calls of our functions by others than those of the same module."""
+    """Counts calls of our functions by others than those of the same module.
+
+    Those of `errors.py` are not counted: a reader passes over what is refused.
+    """
 
     def __init__(self) -> None:
         self.counted: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call" or not is_ours(frame):
+        if event != "call" or not is_ours(frame) or frame.f_code.co_filename == ERRORS:
             return
         caller = frame.f_back
         while caller is not None and not is_ours(caller):

@@ -90,39 +90,6 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, None, None, None, None, None, anchor
 
 
-class TransposedLinearFunction(torch.autograd.Function):
-    """The same for a weight stored as (inputs, outputs)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        lower: bool,
-        slot: LinearSlot,
-        batch: CapturedBatch,
-        anchor: Tensor,
-    ) -> Tensor:
-        kept = weight
-        if lower:
-            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-        ctx.slot, ctx.batch = slot, batch
-        kept = kept if _lowers_again(slot) else weight
-        ctx.save_for_backward(x if slot.keeps_input else None, kept)
-        flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
-        return no_view(flat.view(*x.shape[:-1], weight.shape[1]))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        weight = weight if weight.dtype is g.dtype else weight.to(g.dtype)
-        g = _in_rows(g)
-        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g))
-        grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, anchor
-
-
 def _matrix(weight: Tensor) -> Tensor:
     """(outputs, inputs); a convolution's weight has more axes."""
     return weight if weight.dim() == 2 else weight.flatten(1)
@@ -211,7 +178,7 @@ def without_silence(x_BTD: Tensor, g_BTP: Tensor) -> tuple[Tensor, Tensor]:
     return x_BTD[:, live], g_BTP[:, live]
 
 
-def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
+def run_linear(slot: LinearSlot, x: Tensor, *, transposed: bool = False) -> Tensor:
     """The forward of a linear map; not a method, for the same reason as `batch_of`."""
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
@@ -223,11 +190,12 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
+    weight = weight.t() if transposed else weight
     listens = listens and not (lower and slot.lowers_again)
     if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
     anchor = recorder_of(slot).anchor
-    return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, anchor))
+    return cast(Tensor, LinearFunction.apply(x, weight, bias, lower, slot, batch, anchor))
 
 
 class LinearSlot(Slot):
@@ -257,7 +225,7 @@ class LinearSlot(Slot):
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return run_linear(self, input, LinearFunction)
+        return run_linear(self, input)
 
     def listen(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
@@ -266,7 +234,7 @@ class LinearSlot(Slot):
         rows = self.padded_outputs - self.outputs
         weight = lowered(weight.detach(), x.dtype, rows)
         bias = None if bias is None else lowered(bias.detach(), x.dtype, rows)
-        out = self.multiply(x, weight, bias)
+        out = F.linear(x, _matrix(weight), bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.
         return out if out.shape[-1] == self.outputs else out[..., : self.outputs]
@@ -275,10 +243,6 @@ class LinearSlot(Slot):
         # The output may be a view of a flat matrix product, whose gradient this is.
         g_BTP = g.reshape(size, -1, g.shape[-1]) if g.dim() == 2 else g
         return InputAndGradient(x, self._without_padding(g_BTP))
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's own operation."""
-        return F.linear(x, weight, bias)
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
         x = None if self.weight_name is None else tensors[0]
@@ -348,12 +312,7 @@ class Conv1DSlot(LinearSlot):
     transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_linear(self, x, TransposedLinearFunction)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is not None
-        flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
-        return flat.view(*x.shape[:-1], weight.shape[1])
+        return run_linear(self, x, transposed=True)
 
 
 def keep_no_copies(slots: Iterable[Slot]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
 from shuffled_dpsgd.clipping.capture.slot import batch_of
-from shuffled_dpsgd.clipping.rules.linear import LinearFunction, LinearSlot, run_linear
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot, run_linear
 
 
 class TilingConvSlot(LinearSlot):
@@ -52,7 +52,7 @@ class TilingConvSlot(LinearSlot):
         if not math.prod(places):
             # Torch's own error, for an input that is smaller than a tile.
             return cast(Tensor, self.plain(input))
-        out_BLR = run_linear(self, self.tiles(input), LinearFunction)
+        out_BLR = run_linear(self, self.tiles(input))
         out = out_BLR.mT
         return out.reshape(*out.shape[:-1], *places).contiguous()
 
@@ -81,9 +81,6 @@ class TilingConvSlot(LinearSlot):
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         return _in_rows(super().heard(size, x, g))
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super().multiply(x, weight.flatten(1), bias)
 
 
 def _in_rows(capture: Capture) -> Capture:

@@ -200,7 +200,9 @@ def accountants(
     }
 
     def facts(of: SampledGaussian | Target) -> dict[str, Any]:
-        found = asdict(of)
+        if isinstance(of, SampledGaussian):
+            of.refuse_truncated()
+        found = {name: value for name, value in asdict(of).items() if value is not None}
         del found["adjacency"]
         return given | found
 

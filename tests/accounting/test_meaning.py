@@ -62,7 +62,8 @@ def test_drawn_attackers_stay_within_the_bounds_and_come_close() -> None:
         assert measured == pytest.approx(rate, rel=0.12)
 
 
-@pytest.mark.parametrize("records", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("records", [2, 4])
 def test_people_with_several_records_against_dp_accounting(records: int) -> None:
     run = SampledGaussian(noise_multiplier=1.2, sampling_prob=0.015, num_steps=200)
     theirs = privacy_loss_distribution.from_mixture_gaussian_mechanism(
@@ -88,7 +89,7 @@ def test_sst2_at_one_costs_a_person_with_eight_records_ten() -> None:
 
 
 def test_with_hardly_any_noise_hardly_anything_is() -> None:
-    found = meaning_of(noise_multiplier=0.02, sampling_prob=0.5, num_steps=20, delta=1e-5)
+    found = meaning_of(noise_multiplier=0.1, sampling_prob=0.5, num_steps=20, delta=1e-5)
     assert found.advantage > 0.99
     assert all(0.99 < rate <= 1.0 for _, rate in found.true_positive_rates)
 

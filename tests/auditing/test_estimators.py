@@ -21,11 +21,7 @@ from shuffled_dpsgd.auditing.estimators import (
     claim_trade_off,
     roc,
 )
-from shuffled_dpsgd.auditing.estimators.clopper_pearson import (
-    Decision,
-    epsilon_of_rates,
-    upper_limit,
-)
+from shuffled_dpsgd.auditing.estimators.clopper_pearson import epsilon_of_rates, errors, upper_limit
 from shuffled_dpsgd.auditing.estimators.curves import tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Guesses, least_size
 from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon, gaussian_epsilon
@@ -36,13 +32,13 @@ from shuffled_dpsgd_experiments.audits.paper_audit import LACKS, null_distributi
 @given(st.integers(1, 500), st.data(), st.floats(1e-4, 0.5))
 @settings(max_examples=40, deadline=None)
 def test_upper_limit_is_the_clopper_pearson_limit(trials: int, data, level: float) -> None:
-    errors = data.draw(st.integers(0, trials))
-    limit = float(upper_limit(errors, trials, level))
-    if errors == trials:
+    wrong = data.draw(st.integers(0, trials))
+    limit = float(upper_limit(wrong, trials, level))
+    if wrong == trials:
         assert limit == 1.0
     else:
-        assert limit == pytest.approx(beta.isf(level, errors + 1, trials - errors))
-        assert binom.cdf(errors, trials, limit) == pytest.approx(level, rel=1e-6)
+        assert limit == pytest.approx(beta.isf(level, wrong + 1, trials - wrong))
+        assert binom.cdf(wrong, trials, limit) == pytest.approx(level, rel=1e-6)
 
 
 def test_cap_at_the_sample_size_of_the_paper() -> None:
@@ -55,8 +51,8 @@ def test_cap_at_the_sample_size_of_the_paper() -> None:
 
 def test_decision_counts_both_tails() -> None:
     scores = ScorePair(out=np.array([0.0, 1.0, 2.0]), present=np.array([0.5, -3.0]))
-    assert Decision(threshold=0.5).errors(scores) == (2, 2)
-    assert Decision(threshold=0.5, tail="lower").errors(scores) == (1, 1)
+    assert errors(scores, 0.5) == (2, 2)
+    assert errors(scores, 0.5, -1.0) == (1, 1)
 
 
 def test_reversed_scores_give_the_same_kind_of_bound() -> None:

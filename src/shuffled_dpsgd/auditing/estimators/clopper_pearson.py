@@ -11,7 +11,6 @@ and tail are chosen on the first half of the scores, and errors are counted on t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from scipy.special import betaincinv
@@ -24,18 +23,17 @@ from shuffled_dpsgd.auditing.estimators.scores import (
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-Tail = Literal["upper", "lower"]
 EXTREMES = 48
 EVENLY_SPACED = 160
 
 
-def upper_limit(errors: Floats | int, trials: int, level: float) -> Floats:
+def upper_limit(wrong: Floats | int, trials: int, level: float) -> Floats:
     """One-sided Clopper–Pearson upper limit: exceeds the true rate but for probability `level`.
 
     >>> round(float(upper_limit(0, 2500, 0.025)), 6)
     0.001474
     """
-    count = np.asarray(errors, dtype=np.float64)
+    count = np.asarray(wrong, dtype=np.float64)
     inside = np.minimum(count, trials - 1)
     limit = betaincinv(inside + 1.0, trials - inside, 1.0 - level)
     return np.where(count >= trials, 1.0, limit)
@@ -59,19 +57,11 @@ def epsilon_of_counts(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Guess "present" when the score lies beyond `threshold` on the side `tail`."""
-
-    threshold: float
-    tail: Tail = "upper"
-
-    def errors(self, scores: ScorePair) -> tuple[int, int]:
-        """False positives and false negatives."""
-        sign = 1.0 if self.tail == "upper" else -1.0
-        false_positives = int((sign * scores.out > sign * self.threshold).sum())
-        false_negatives = int((sign * scores.present <= sign * self.threshold).sum())
-        return false_positives, false_negatives
+def errors(scores: ScorePair, threshold: float, side: float = 1.0) -> tuple[int, int]:
+    """False positives and false negatives of "present" beyond the threshold, on this side (±1)."""
+    false_positives = int((side * scores.out > side * threshold).sum())
+    false_negatives = int((side * scores.present <= side * threshold).sum())
+    return false_positives, false_negatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +80,8 @@ class ClopperPearson:
         check_levels(delta=delta, confidence=confidence)
         level = 1.0 - confidence
         first, second = halves(scores)
-        decision = best_decision(first, second, delta=delta, level=level)
-        fp, fn = decision.errors(second)
+        threshold, side = best_threshold(first, second, delta=delta, level=level)
+        fp, fn = errors(second, threshold, side)
         bound = epsilon_of_counts(fp, second.num_out, fn, second.num_present, delta, level)
         return EstimatedBound(
             epsilon=float(bound),
@@ -105,7 +95,7 @@ class ClopperPearson:
                 "num_out": second.num_out,
                 "false_negatives": fn,
                 "num_present": second.num_present,
-                "threshold": decision.threshold,
+                "threshold": threshold,
             },
         )
 
@@ -123,25 +113,21 @@ def halves(scores: ScorePair) -> tuple[ScorePair, ScorePair]:
     )
 
 
-def best_decision(
+def best_threshold(
     chosen_on: ScorePair, counted_on: ScorePair, *, delta: float, level: float
-) -> Decision:
-    """The threshold and tail with the largest bound if rates carried over exactly."""
+) -> tuple[float, float]:
+    """The threshold and side with the largest bound if rates carried over exactly."""
     thresholds = candidates(chosen_on)
-    fp_rate = survival(chosen_on.out, thresholds)
-    fn_rate = 1.0 - survival(chosen_on.present, thresholds)
-    tails: tuple[tuple[Tail, Floats, Floats], ...] = (
-        ("upper", fp_rate, fn_rate),
-        ("lower", 1.0 - fp_rate, 1.0 - fn_rate),
-    )
-    options = []
-    for tail, fp, fn in tails:
+    above_out, above_in = (survival(s, thresholds) for s in (chosen_on.out, chosen_on.present))
+    best = (-1.0, 0.0, 1.0)
+    for side, fp, fn in ((1.0, above_out, 1.0 - above_in), (-1.0, 1.0 - above_out, above_in)):
         num_out, num_present = counted_on.num_out, counted_on.num_present
         counts = np.round(fp * num_out), num_out, np.round(fn * num_present), num_present
         bounds = epsilon_of_counts(*counts, delta, level)
         at = int(np.argmax(bounds))
-        options.append((bounds[at], Decision(threshold=float(thresholds[at]), tail=tail)))
-    return max(options, key=lambda option: float(option[0]))[1]
+        if bounds[at] > best[0]:
+            best = (float(bounds[at]), float(thresholds[at]), side)
+    return best[1:]
 
 
 def survival(values: Floats, thresholds: Floats) -> Floats:

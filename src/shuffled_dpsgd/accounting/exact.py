@@ -84,15 +84,19 @@ def exact_delta(
     Each interval holds with probability `confidence` on its own, not all of them jointly.
     """
     _check(noise_multiplier, draws, confidence)
-    distance = pair.constant_distance
     result: dict[World, list[DeltaEstimate]] = {}
     for index, world in enumerate(WORLDS):
-        if distance is not None:
-            result[world] = [_closed_form(e, world, noise_multiplier, distance) for e in epsilons]
-            continue
-        rng = np.random.default_rng([seed, index])
-        losses = pair.draw_losses(world, noise_multiplier, draws, rng)
-        result[world] = [_estimate(e, world, losses, confidence) for e in epsilons]
+        if pair.constant_distance is not None:
+            sigma = noise_multiplier / pair.constant_distance
+            found = [_closed_form(epsilon, sigma) for epsilon in epsilons]
+        else:
+            rng = np.random.default_rng([seed, index])
+            losses = pair.draw_losses(world, noise_multiplier, draws, rng)
+            found = [_estimate(epsilon, losses, confidence) for epsilon in epsilons]
+        result[world] = [
+            DeltaEstimate(epsilon=epsilon, world=world, **each)
+            for epsilon, each in zip(epsilons, found, strict=True)
+        ]
     return result
 
 
@@ -125,38 +129,20 @@ def examine_pair(
     )
 
 
-def _estimate(epsilon: float, world: World, losses: Array, confidence: float) -> DeltaEstimate:
+def _estimate(epsilon: float, losses: Array, confidence: float) -> dict[str, Any]:
     values = -np.expm1(np.minimum(epsilon - losses, 0.0))
     mean, count = float(values.mean()), values.size
     tail = math.log(4.0 / (1.0 - confidence))
     variance = float(values.var(ddof=1))
     half = math.sqrt(2.0 * variance * tail / count) + 7.0 * tail / (3.0 * (count - 1))
-    return DeltaEstimate(
-        epsilon=epsilon,
-        world=world,
-        delta=mean,
-        low=max(mean - half, 0.0),
-        high=min(mean + half, 1.0),
-        confidence=confidence,
-        kind="measured",
-    )
+    ends = {"low": max(mean - half, 0.0), "high": min(mean + half, 1.0)}
+    return {"delta": mean, **ends, "confidence": confidence, "kind": "measured"}
 
 
-def _closed_form(epsilon: float, world: World, noise: float, distance: float) -> DeltaEstimate:
-    """The exact Gaussian mechanism at this distance; identical vectors give δ = 0."""
-    if distance == 0.0:
-        delta = 0.0
-    else:
-        delta = theorem_delta(epsilon, noise / distance, dimension=1, batch_clip=1.0)
-    return DeltaEstimate(
-        epsilon=epsilon,
-        world=world,
-        delta=delta,
-        low=delta,
-        high=delta,
-        confidence=1.0,
-        kind="proven",
-    )
+def _closed_form(epsilon: float, sigma: float) -> dict[str, Any]:
+    """The exact Gaussian mechanism."""
+    delta = theorem_delta(epsilon, sigma, dimension=1, batch_clip=1.0)
+    return {"delta": delta, "low": delta, "high": delta, "confidence": 1.0, "kind": "proven"}
 
 
 def _check(noise_multiplier: float, draws: int, confidence: float) -> None:

@@ -36,8 +36,8 @@ STATEMENT = (
     "accountant that knows only clip, sampling rate, noise and steps can certify less"
 )
 CONDITIONS = (
-    "Poisson sampling",
-    "flat clipping to c over all trainable parameters",
+    "Poisson sampling, without a largest batch",
+    "flat clipping to c over all trainable parameters, by a clip that follows no norms",
     "a batch clip c' of at least c, or none, on the block with the smallest noise",
     "one record added or removed",
     "every step's noisy sums released, or every step's weights under SGD (momentum or not)",

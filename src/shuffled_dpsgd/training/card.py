@@ -275,8 +275,9 @@ def write_card(
     `shows_sums` says whether the released weights tell every sum; otherwise the card does not say
     that the certified ε is attained.
     """
-    whole = num_steps == plan.num_steps and plan.largest_batch is None
-    covered = whole and not (plan.uncertifiable or why_not)
+    # With a largest batch the ε is not tight; a clip that follows the norms keeps part of C.
+    tight = plan.largest_batch is None and plan.clip_quantile is None
+    covered = tight and num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
     found = core_card.write_card(
         plan,
         PrivacyCard,

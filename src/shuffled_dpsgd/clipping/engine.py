@@ -35,6 +35,7 @@ from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
 from shuffled_dpsgd.runtime.structure import Structure
@@ -153,7 +154,7 @@ class ClippingEngine:
         refusals.refuse_replaced(self._slots)
         self._attachment.put_on()
         self.witness.listen()
-        begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        begin = put_first(self.model, self._begin)
         self._hooks = [begin, self.model.register_forward_hook(self._end)]
         self._gradients = refusals.gradients_of(self._parameters)
         for parameter in self._parameters.values():

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import CannotReplayError
 from shuffled_dpsgd.runtime.attention import AttentionKernels, same_attention
+from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.output_tensors import batch_axes_of, tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
 
@@ -130,7 +131,7 @@ class Witness:
 
     def listen(self) -> None:
         """Attach to the model; before the first forward of whatever else is attached."""
-        before = self._model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        before = put_first(self._model, self._before)
         self._hooks = [before, self._model.register_forward_hook(self._after)]
 
     def stop(self) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shuffled_dpsgd.core.sampler import some_of
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.layout import Part
@@ -155,7 +156,7 @@ class UnitRows:
         self._plain = self._model.forward
         # With the signature of the model's own, which trainers read.
         self._model.forward = wraps(self._plain)(lambda *args, **kwargs: self._run(args, kwargs))
-        before = self._model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        before = put_first(self._model, self._before)
         self._hooks = [before, self._model.register_forward_hook(self._after)]
 
     def take_off(self) -> None:

@@ -15,6 +15,7 @@ a launch of one rank: what FSDP's hooks and copies cost, and what of ours is don
 
 from __future__ import annotations
 
+import secrets
 import socket
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 
 from benchmarks.workloads import Batch, Workload
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.core.streams import fresh_key
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 
@@ -102,7 +102,9 @@ def ours(model: nn.Module, setting: Setting, variant: str) -> Step:
                 per_sample = losses(model, batch)
             engine.backward(per_sample)
         sums = engine.clipped_sum()
-        noise.add_(sums, stds, key=fresh_key(), divide_by=float(setting.workload.batch_size))
+        noise.add_(
+            sums, stds, key=secrets.token_bytes(32), divide_by=float(setting.workload.batch_size)
+        )
         for name, total in sums.items():
             parameters[name].grad = total
         optimizer.step()

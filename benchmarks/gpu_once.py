@@ -21,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import signal
 import statistics
 import subprocess
@@ -225,7 +226,6 @@ def time_noise(options: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.results import environment
-    from shuffled_dpsgd.core.streams import fresh_key
     from shuffled_dpsgd.training.device_noise import DeviceNoise
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -237,7 +237,7 @@ def time_noise(options: argparse.Namespace) -> int:
 
     sides: dict[str, Callable[[], object]] = {
         "ours: drawn, added, divided": lambda: source.add_(
-            {"sums": sums}, {"sums": 1.0}, key=fresh_key(), divide_by=64.0
+            {"sums": sums}, {"sums": 1.0}, key=secrets.token_bytes(32), divide_by=64.0
         ),
         "torch.randn": lambda: torch.randn(count, device=device),
         "torch.randn, added, divided": in_three_passes,

@@ -156,18 +156,23 @@ def test_replayed_work_counts_the_samples_of_its_own_batch() -> None:
     torch.manual_seed(0)
     model = Small().cuda()
     engine, apart = ClippingEngine(model), ClippingEngine(model)
-    for count in (5, 3, 4, 1, 2, 5, 3, 1):
-        inputs = {"x": torch.randn(SIZE, 4, 6, device="cuda")}
+    cases = [(count, torch.randn(SIZE, 4, 6)) for count in (5, 3, 4, 1, 2, 5, 3, 1)]
+    found = []
+    # Nothing stays on the device from step to step, so that sums come to lie where they did.
+    for count, x in cases:
+        inputs = {"x": x.cuda()}
         inputs["x"][count:] = math.nan
         with engine:
             engine.backward(losses_of(model, inputs), counted=count)
-        got = {name: total.clone() for name, total in engine.clipped_sum().items()}
-        norms = engine.sample_norms
+        sums = {name: total.cpu() for name, total in engine.clipped_sum().items()}
+        found.append((sums, engine.sample_norms.cpu()))
         engine.reset()
+    for (count, x), (sums, norms) in zip(cases, found, strict=True):
         with apart:
-            apart.backward(losses_of(model, {"x": inputs["x"][:count]}))
-        torch.testing.assert_close(norms, apart.sample_norms, rtol=1e-3, atol=1e-6)
-        assert_same_sums(got, apart.clipped_sum(), 1e-3)
+            apart.backward(losses_of(model, {"x": x[:count].cuda()}))
+        torch.testing.assert_close(norms, apart.sample_norms.cpu(), rtol=1e-3, atol=1e-6)
+        expected = {name: total.cpu() for name, total in apart.clipped_sum().items()}
+        assert_same_sums(sums, expected, 1e-3)
         apart.reset()
     assert engine.num_replayed > 0
 

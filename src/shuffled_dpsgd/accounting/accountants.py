@@ -200,8 +200,6 @@ def accountants(
     }
 
     def facts(of: SampledGaussian | Target) -> dict[str, Any]:
-        if isinstance(of, SampledGaussian):
-            of.refuse_truncated()
         found = {name: value for name, value in asdict(of).items() if value is not None}
         del found["adjacency"]
         return given | found

@@ -139,7 +139,9 @@ def installed_by(requirements: list[str]) -> set[str]:
     "command",
     [
         ["train", "digits", "--epochs", "1", "--batch-size", "480", "--json"],
-        ["inspect", "--model", "gpt2", "--scope", "full", "--json"],
+        pytest.param(
+            ["inspect", "--model", "gpt2", "--scope", "full", "--json"], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda command: command[0],
 )

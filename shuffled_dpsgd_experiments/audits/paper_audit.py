@@ -12,7 +12,6 @@ of the 10,000 steps is seen with and without, and a threshold is dropped when bo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,9 +21,8 @@ from shuffled_dpsgd.accounting.paper import calibrate_paper
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, ScorePair
 from shuffled_dpsgd.auditing.estimators.clopper_pearson import epsilon_of_rates, survival
 from shuffled_dpsgd.auditing.estimators.scores import Floats
+from shuffled_dpsgd_experiments.tables.printed import AUDIT
 
-PRINTED: Mapping[float, float] = {0.5: 0.4771, 1.0: 0.7005}
-"""Table 6: theoretical ε of the run -> audited ε, as printed."""
 PRUNED = 0.5
 """The only claim for which the paper says that thresholds were dropped."""
 DROPPED_BELOW = 4e-4
@@ -133,7 +131,7 @@ def _row(setting: PaperSetting, epsilon: float) -> dict[str, Any]:
         "step_epsilon": {"epsilon": calibration.step_epsilon, "kind": "heuristic"},
         "step_delta": delta,
         "noise_multiplier": calibration.noise_multiplier,
-        "printed_in_the_paper": PRINTED.get(epsilon),
+        "printed_in_the_paper": dict(AUDIT).get(epsilon),
         "paper_estimator": {"epsilon": estimate, "kind": "measured", "confidence": None},
         "readings": {
             "strict": _reading("either", setting, runs, delta),

@@ -666,11 +666,10 @@ def refusals() -> dict[str, str]:
     }
 
 
-def refereed(fault: str, how: bool | str = True) -> dict[str, Any]:
+def refereed(name: str, fault: str, how: bool | str = True) -> dict[str, Any]:
     """A few steps with or without a fault in the sums of rank 1; says what was compared."""
-    case = replace(
-        CASES["bert"](torch.float32), make=spread(CASES["bert"](torch.float32).make, how)
-    )
+    case = CASES[name](torch.float32)
+    case = replace(case, make=spread(case.make, how))
     private = replicas.start(case, check_rate=1.0)
     inner = private.engine.clipped_sum
     world: Any = current_world()

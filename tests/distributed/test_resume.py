@@ -30,7 +30,7 @@ def updates(folder: Path) -> list[int]:
     return [int(line.split()[0]) for line in lines]
 
 
-@pytest.mark.parametrize("sharded", [False, True, "2x2"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow), "2x2"])
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     launcher: Launcher, tmp_path: Path, sharded: bool | str
 ) -> None:

@@ -14,6 +14,9 @@ from distributed.launching import Launcher
 from shuffled_dpsgd.training import GaussianNoise
 
 HERE = "distributed.shards"
+SMALL_OR_BERT = pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("bert", marks=pytest.mark.slow)]
+)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +84,8 @@ def test_every_rank_draws_the_noise_of_its_rows(launcher: Launcher, ranks: int) 
 @pytest.mark.parametrize(
     "kinds",
     [
-        ["float32"],
         ["checkpointing inside"],
-        pytest.param(["bfloat16", "checkpointing"], marks=pytest.mark.slow),
+        pytest.param(["float32", "bfloat16", "checkpointing"], marks=pytest.mark.slow),
     ],
 )
 def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]) -> None:
@@ -233,28 +235,31 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         assert words in one[name], (name, one[name])
 
 
-def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher) -> None:
-    for one in launcher.run(HERE, "refereed", fault=""):
+@SMALL_OR_BERT
+def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher, name: str) -> None:
+    for one in launcher.run(HERE, "refereed", name=name, fault=""):
         assert one["said"] == ""
         assert one["sums"] >= 3
         assert one["not"] == 0
-    healthy, faulty = launcher.run(HERE, "refereed", fault="scaled")
+    healthy, faulty = launcher.run(HERE, "refereed", name=name, fault="scaled")
     assert "the sum of clipped gradients is" in faulty["said"]
     assert "another process" in healthy["said"]
     # Nothing but the noise of an empty first batch.
     assert healthy["spent"] == faulty["spent"] <= 1
 
 
-def test_sums_of_copies_are_compared_too(launcher: Launcher) -> None:
+@SMALL_OR_BERT
+def test_sums_of_copies_are_compared_too(launcher: Launcher, name: str) -> None:
     """With a stock backward over all ranks, and after the copies have added up their rows."""
-    *_, healthy = launcher.run(HERE, "refereed", ranks=4, fault="", how="2x2")
+    options = {"name": name, "ranks": 4, "how": "2x2"}
+    *_, healthy = launcher.run(HERE, "refereed", fault="", **options)
     assert (healthy["said"], healthy["not"]) == ("", 0)
     assert healthy["sums"] >= 3
     for fault, words in {
         "scaled": "the sum of clipped gradients is",
         "copies": "the total over all copies of the model is not the sum of their rows",
     }.items():
-        found = launcher.run(HERE, "refereed", ranks=4, fault=fault, how="2x2")
+        found = launcher.run(HERE, "refereed", fault=fault, **options)
         assert any(words in one["said"] for one in found)
         assert all("nothing was released" in one["said"] for one in found)
         assert {one["spent"] for one in found} <= {0, 1}  # An empty batch has no sums.

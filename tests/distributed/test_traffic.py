@@ -17,7 +17,7 @@ BIG = {"_reduce_scatter_base_", "_allgather_base_", "alltoall_base_"}
     [
         (2, False, "every-step"),
         (2, True, "every-step"),
-        (2, "state", "off"),
+        pytest.param(2, "state", "off", marks=pytest.mark.slow),
         pytest.param(2, True, "off", marks=pytest.mark.slow),
         pytest.param(4, "2x2", "off", marks=pytest.mark.slow),
     ],

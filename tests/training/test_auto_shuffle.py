@@ -116,7 +116,7 @@ ORDINARY: dict[str, tuple[str, bool, Make]] = {
     "mlp": ("vectors", True, chain(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, CLASSES))),
     "mlp with norm": (
         "vectors",
-        True,
+        False,
         chain(nn.Linear(16, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, CLASSES)),
     ),
     "gated": ("vectors", False, chain(nn.Linear(16, 32), nn.GLU(), nn.Linear(16, CLASSES))),

@@ -36,7 +36,6 @@ NORM = frozenset(
 )
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 LORA_EMBEDDING = "peft.tuners.lora.layer.Embedding"
-TABLES = EMBEDDING | {LORA_EMBEDDING}
 # Parts of a LoRA layer, and variants that are more than base(x) + B A x and keep the symmetry.
 _LORA_PARTS = {"base_layer", "lora_dropout", "lora_A", "lora_B", "lora_magnitude_vector"}
 _LORA_PARTS |= {"lora_embedding_A", "lora_embedding_B"}

@@ -23,8 +23,6 @@ from shuffled_dpsgd.runtime.shards import RowAxis, all_held
 
 Named = tuple[str, torch.Tensor]
 OnAxis = tuple[int, torch.Tensor]
-# A tensor that moves along one axis only is moved in parts, whose temporaries stay in the cache.
-_PART_ELEMENTS = 1 << 20
 
 
 @torch.no_grad()
@@ -98,23 +96,10 @@ def gather_(tensor: torch.Tensor, axes: Sequence[OnAxis]) -> None:
     Every index must be a permutation of its axis.
     """
     *others, (axis, index) = axes
-    if not others:
-        for part in _parts(tensor, axis):
-            torch.index_select(part.clone(), axis, index, out=part)
-        return
-    moved = tensor
+    moved = tensor if others else tensor.clone()
     for other, along in others:
         moved = moved.index_select(other, along)
     torch.index_select(moved, axis, index, out=tensor)
-
-
-def _parts(tensor: torch.Tensor, axis: int) -> Sequence[torch.Tensor]:
-    """Slices across the longest axis that does not move, none much above the size of a part."""
-    others = [d for d in range(tensor.ndim) if d != axis]
-    if tensor.numel() <= _PART_ELEMENTS or not others:
-        return (tensor,)
-    along = max(others, key=lambda d: tensor.shape[d])
-    return tensor.chunk(-(-tensor.numel() // _PART_ELEMENTS), dim=along)
 
 
 def _check_model(spec: PermutationSpec, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -7,20 +7,19 @@ symmetry provably or pins the spaces involved; a node without a rule pins all it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
-from shuffled_dpsgd.permutation import layers, torch_layers
-from shuffled_dpsgd.permutation.layers import Port, class_name, is_elementwise, join
+from shuffled_dpsgd.permutation.layers import Port, is_elementwise, join
 from shuffled_dpsgd.permutation.sketch import Sketch, is_below
 from shuffled_dpsgd.permutation.spaces import Role, Space, Spaces
 
-_Value = Space | tuple["_Value", ...] | None
+_Value = Space | None
 
 _SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub}
 _PRODUCTS = {operator.mul, operator.imul, torch.mul}
@@ -62,84 +61,25 @@ class GraphReader:
 
     def _module(self, node: fx.Node) -> _Value:
         module = self._sketch.modules[join(self._path, str(node.target))]
-        kind = class_name(module)
-        if is_elementwise(module):
-            return self._same(node)
-        if kind in layers.NORM:
-            return self._norm(node)
-        if kind == torch_layers.ATTENTION:
-            return self._attention(node, module)
-        if kind in torch_layers.ENCODERS | torch_layers.DECODERS:
-            return self._layers(node, module)
-        return self._affine(node, module)
+        return self._same(node) if is_elementwise(module) else self._linear(node)
 
-    def _affine(self, node: fx.Node, module: nn.Module) -> _Value:
+    def _linear(self, node: fx.Node) -> _Value:
         path = join(self._path, str(node.target))
         try:
-            writes = self._sketch.outputs(path)
-            reads = [] if class_name(module) in layers.TABLES else self._sketch.inputs(path)
+            writes, reads = self._sketch.outputs(path), self._sketch.inputs(path)
         except UnsupportedModuleError:
-            return self._unknown_module(node, path)
-        if reads:
-            source = self._features(argument(node, 0, "input"), self._sketch.size(reads[0]), path)
-            self._attach(source, reads, "read")
-        space = self._spaces.new(self._sketch.size(writes[0]), is_stream=not reads)
+            self._pin_parameters(path)
+            return self._unknown(node, f"enters {path}, which Theorem 1 does not cover")
+        source = self._features(argument(node, 0, "input"), self._sketch.size(reads[0]), path)
+        self._attach(source, reads, "read")
+        space = self._spaces.new(self._sketch.size(writes[0]))
         self._attach(space, writes, "write")
         return space
-
-    def _norm(self, node: fx.Node) -> _Value:
-        path = join(self._path, str(node.target))
-        space = self._first(node)
-        try:
-            scales = self._sketch.outputs(path)
-        except UnsupportedModuleError:
-            return self._unknown_module(node, path)
-        if space is None or (scales and self._sketch.size(scales[0]) != space.size):
-            return self._unknown_module(node, path)
-        self._spaces.mark_stream(space)
-        self._attach(space, scales, "scale")
-        return space
-
-    def _attention(self, node: fx.Node, module: Any) -> _Value:
-        path = join(self._path, str(node.target))
-        given = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
-        reads = torch_layers.attention_reads(self._sketch, path, module)
-        for value, axes in zip(given, reads, strict=True):
-            source = self._features(value, self._sketch.size(axes[0]), path)
-            self._attach(source, axes, "read")
-        self._pin_masks(node, given, path)
-        written = self._spaces.new(module.embed_dim)
-        self._attach(written, self._sketch.outputs(join(path, "out_proj")), "write")
-        return (written, None)
-
-    def _layers(self, node: fx.Node, module: Any) -> _Value:
-        """Layers that add to a residual stream: what they read, they return."""
-        path = join(self._path, str(node.target))
-        try:
-            stream, memory = torch_layers.streams(self._sketch, path, module)
-        except UnsupportedModuleError:
-            return self._unknown_module(node, path)
-        first = "src" if class_name(module) in torch_layers.ENCODERS else "tgt"
-        given = [argument(node, 0, first)]
-        source = self._features(given[0], self._sketch.size(stream[0]), path)
-        self._spaces.mark_stream(source)
-        self._attach(source, stream, "scale")
-        if memory:
-            given.append(argument(node, 1, "memory"))
-            read = self._features(given[1], self._sketch.size(memory[0]), path)
-            self._attach(read, memory, "read")
-        self._pin_masks(node, given, path)
-        return source
-
-    def _pin_masks(self, node: fx.Node, given: list[Any], path: str) -> None:
-        for other in node.all_input_nodes:
-            if other not in given:
-                self._pin_node(other, f"enters {path} as a mask")
 
     def _function(self, node: fx.Node) -> _Value:
         target = node.target
         if target in _SUMS or target in _PRODUCTS or target in _QUOTIENTS:
-            return self._combine(node, is_sum=target in _SUMS)
+            return self._combine(node, is_product=target in _PRODUCTS)
         if target is getattr and len(node.args) > 1 and node.args[1] in _METADATA:
             return None
         if target is operator.getitem:
@@ -154,15 +94,13 @@ class GraphReader:
         if node.target in _SAME_METHODS:
             return self._same(node)
         if node.target in _METHOD_SUMS | _METHOD_PRODUCTS:
-            return self._combine(node, is_sum=node.target in _METHOD_SUMS)
+            return self._combine(node, is_product=node.target in _METHOD_PRODUCTS)
         return self._unknown(node, f"enters {node.target}")
 
     def _getitem(self, node: fx.Node) -> _Value:
-        """Pick one of several results, or index axes in front of the features."""
+        """Index axes in front of the features."""
         carrier, index = node.args
         source = self._values[carrier] if isinstance(carrier, fx.Node) else None
-        if isinstance(source, tuple):
-            return source[index] if isinstance(index, int) else None
         keeps_last = isinstance(index, tuple) and index[0] is ... and index[-1] == slice(None)
         if isinstance(source, Space) and keeps_last and len(node.all_input_nodes) == 1:
             return source
@@ -175,19 +113,17 @@ class GraphReader:
             return self._unknown(node, f"enters {node.target} beside another tensor")
         return source
 
-    def _combine(self, node: fx.Node, *, is_sum: bool) -> _Value:
-        """Entry by entry: a number keeps a space; two spaces become one."""
+    def _combine(self, node: fx.Node, *, is_product: bool) -> _Value:
+        """Entry by entry: a number keeps a space; two that are multiplied become one."""
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
         if isinstance(left, int | float) or isinstance(right, int | float):
             return self._same(node)
-        if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        if is_product and isinstance(left, fx.Node) and isinstance(right, fx.Node):
             one, other = self._operand(left), self._operand(right)
             if isinstance(one, Space) and isinstance(other, Space):
                 self._spaces.unite(one, other)
-                if is_sum:
-                    self._spaces.mark_stream(one)
                 return one
-        return self._unknown(node, "is combined with something of which nothing is known")
+        return self._unknown(node, "is combined with something in a way Theorem 1 does not cover")
 
     def _features(self, argument: object, size: int, path: str) -> Space:
         """The space an argument carries; one that may not move if that is not known."""
@@ -215,14 +151,10 @@ class GraphReader:
             self._pin_node(source, reason)
         return None
 
-    def _unknown_module(self, node: fx.Node, path: str) -> _Value:
-        self._pin_parameters(path)
-        return self._unknown(node, f"enters {path}, of which nothing is known")
-
     def _pin_node(self, node: fx.Node, reason: str) -> None:
         if node.op == "get_attr":
             self._pin_parameters(join(self._path, str(node.target)))
-        for space in _flatten(self._values[node]):
+        if (space := self._values[node]) is not None:
             self._spaces.pin(space, reason)
 
     def _pin_parameters(self, prefix: str) -> None:
@@ -240,18 +172,9 @@ class GraphReader:
 
     def _first(self, node: fx.Node) -> Space | None:
         sources = node.all_input_nodes
-        value = self._values[sources[0]] if sources else None
-        return value if isinstance(value, Space) else None
+        return self._values[sources[0]] if sources else None
 
 
 def argument(node: fx.Node, position: int, name: str) -> Any:
     """What a call is given, by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
-
-
-def _flatten(value: _Value) -> Iterator[Space]:
-    if isinstance(value, Space):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _flatten(part)

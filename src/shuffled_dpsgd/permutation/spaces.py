@@ -20,7 +20,6 @@ class Space:
     size: int
     axes: dict[Axis, Role] = field(default_factory=dict)
     pinned: str = ""
-    is_stream: bool = False
     parent: Space | None = None
 
 
@@ -31,9 +30,9 @@ class Spaces:
         self._of_axis: dict[Axis, Space] = {}
         self._all: list[Space] = []
 
-    def new(self, size: int, *, is_stream: bool = False, pinned: str = "") -> Space:
+    def new(self, size: int, *, pinned: str = "") -> Space:
         """A space of its own."""
-        space = Space(size=size, is_stream=is_stream, pinned=pinned)
+        space = Space(size=size, pinned=pinned)
         self._all.append(space)
         return space
 
@@ -64,17 +63,12 @@ class Spaces:
         other.parent = one
         one.axes.update(other.axes)
         one.pinned = one.pinned or other.pinned
-        one.is_stream = one.is_stream or other.is_stream
         return one
 
     def pin(self, space: Space, reason: str) -> None:
         """Forbid the space to move; the first reason is kept."""
         space = self.find(space)
         space.pinned = space.pinned or reason
-
-    def mark_stream(self, space: Space) -> None:
-        """Note that the space is summed or normalised, which Theorem 1 does not cover."""
-        self.find(space).is_stream = True
 
     def roots(self) -> list[Space]:
         """The distinct spaces, in the order of their first appearance."""

@@ -4,29 +4,25 @@ A module is traced once for every way its optional arguments may be given or lef
 and in evaluation mode; what moves must be right in all of them. A module that cannot be traced is
 left alone, and its children are traced one by one.
 
-A trace also shows how blocks are called that families describe. A family describes a block as its
-own code runs it, but a caller may tell its heads apart, by a mask or by weights of each, or may
-reach past the block to a layer inside.
+A trace also shows whether a caller reaches past a block that a family describes, to a layer inside.
 """
 
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 from torch import fx, nn
 
 from shuffled_dpsgd.permutation import torch_layers
 from shuffled_dpsgd.permutation.families import LAYERS
 from shuffled_dpsgd.permutation.layers import Port, class_name, join
-from shuffled_dpsgd.permutation.operations import GraphReader, argument
+from shuffled_dpsgd.permutation.operations import GraphReader
 from shuffled_dpsgd.permutation.sketch import Sketch, is_below
 from shuffled_dpsgd.permutation.spaces import Space, Spaces
-from shuffled_dpsgd.permutation.spec import Block, Kind
+from shuffled_dpsgd.permutation.spec import Block
 
 _MOST_OPTIONAL = 3
 # A forward run on symbols may fail wherever it needs a number, so in as many ways as there are
@@ -47,13 +43,6 @@ _QUESTIONS = {"hasattr", "isinstance", "type", "is_tensor"}
 _QUESTIONS |= {"is_autocast_enabled", "is_grad_enabled", "is_inference_mode_enabled"}
 _QUESTIONS |= {"is_compiling", "is_scripting", "is_tracing"}
 _BLOCKS = frozenset({torch_layers.ATTENTION, *torch_layers.LAYERS, *LAYERS})
-# Position and name of every argument that may hold a mask for each head.
-_MASKS: dict[str, tuple[tuple[int, str], ...]] = {
-    torch_layers.ATTENTION: ((5, "attn_mask"),),
-    "torch.nn.modules.transformer.TransformerEncoder": ((1, "mask"),),
-    "torch.nn.modules.transformer.TransformerEncoderLayer": ((1, "src_mask"),),
-    **dict.fromkeys(torch_layers.DECODERS, ((2, "tgt_mask"), (3, "memory_mask"))),
-}
 
 
 class _Tracer(fx.Tracer):
@@ -83,8 +72,8 @@ def describe_traced(sketch: Sketch, path: str, skip: frozenset[str]) -> None:
             reason = (str(error) or type(error).__name__).split("\n")[0].split(". ")[0]
             sketch.note(f"{type(module).__name__}: forward cannot be traced ({reason})")
         else:
-            for index, space in enumerate(spaces.roots()):
-                _add(sketch, path, index, space)
+            for space in spaces.roots():
+                _add(sketch, path, space)
             return
     for name, _ in module.named_children():
         describe_traced(sketch, join(path, name), skip)
@@ -140,14 +129,11 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
             m.training = mode
 
 
-def _add(sketch: Sketch, path: str, index: int, space: Space) -> None:
-    roles = set(space.axes.values())
-    chain = {"read", "write"} <= roles and not space.is_stream
-    wanted = chain or (sketch.scope == "full" and ("read" in roles or space.is_stream))
-    if space.pinned or not wanted or not space.axes:
-        if space.pinned:
-            for name, _ in space.axes:
-                sketch.refuse(name, space.pinned)
+def _add(sketch: Sketch, path: str, space: Space) -> None:
+    if space.pinned:
+        for name, _ in space.axes:
+            sketch.refuse(name, space.pinned)
+    if space.pinned or not {"read", "write"} <= set(space.axes.values()):
         return
     within = [
         Port(parameter=alias, axis=axis)
@@ -155,10 +141,8 @@ def _add(sketch: Sketch, path: str, index: int, space: Space) -> None:
         for alias, known in sketch.canonical.items()
         if known == name and is_below(alias, path)
     ]
-    kind: Kind = "mlp-hidden" if chain else "residual"
-    writers = [n for (n, _), role in space.axes.items() if role == "write"]
-    label = writers[0].rpartition(".")[0] if writers else join(path, f"space.{index}")
-    sketch.add(kind, label, space.size, [(within, Block())])
+    writer = next(name for (name, _), role in space.axes.items() if role == "write")
+    sketch.add("mlp-hidden", writer.rpartition(".")[0], space.size, [(within, Block())])
 
 
 def _note_call(sketch: Sketch, root: str, node: fx.Node) -> None:
@@ -168,13 +152,6 @@ def _note_call(sketch: Sketch, root: str, node: fx.Node) -> None:
     path = join(root, str(node.target))
     if (block := _block_around(sketch, root, path)) is not None:
         sketch.keep(block, f"{path} is used from outside of {block}")
-    if node.op == "call_module":
-        kind = class_name(sketch.modules[path])
-        for position, name in _MASKS.get(kind, ()):
-            if _may_be_per_head(sketch, root, argument(node, position, name)):
-                sketch.keep(path, f"{name} of {path} may be another one for each head", "heads")
-        if kind == torch_layers.ATTENTION and _uses_weights_per_head(node):
-            sketch.keep(path, f"the weights of each head of {path} are used", "heads")
 
 
 def _block_around(sketch: Sketch, root: str, path: str) -> str | None:
@@ -183,21 +160,3 @@ def _block_around(sketch: Sketch, root: str, path: str) -> str | None:
     first = len(root.split(".")) + 1 if root else 1
     outer = (".".join(parts[:end]) for end in range(first, len(parts)))
     return next((one for one in outer if class_name(sketch.modules.get(one)) in _BLOCKS), None)
-
-
-def _may_be_per_head(sketch: Sketch, root: str, mask: Any) -> bool:
-    """A mask of two axes is one for all heads; of what cannot be seen nothing is known."""
-    if isinstance(mask, fx.Node) and mask.op == "get_attr":
-        owner, _, name = join(root, str(mask.target)).rpartition(".")
-        held = getattr(sketch.modules.get(owner), name, None)
-        return getattr(held, "ndim", 3) != 2
-    return mask is not None
-
-
-def _uses_weights_per_head(node: fx.Node) -> bool:
-    averages = argument(node, 6, "average_attn_weights") in (None, True)
-    if averages or argument(node, 4, "need_weights") is False:
-        return False
-    takes_values = [user.target is operator.getitem and user.args[1] == 0 for user in node.users]
-    unused = [not user.users for user in node.users]
-    return not all(map(operator.or_, takes_values, unused))

@@ -51,3 +51,17 @@ def test_a_row_of_a_step_is_its_record(row: list[str]) -> None:
 
 def test_there_are_such_rows() -> None:
     assert len(STEPS) >= 9
+
+
+def test_the_row_of_recurrent_layers_is_its_record() -> None:
+    row = next(row for row in ROWS if "recurrent" in row[7])
+    path = FOLDER / re.findall(r"\]\((.+?)\)", row[7])[0]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert f"`{record['commit']}`" == row[1]
+    for column, side, digits in ((4, "plain", 2), (5, "opacus", 1)):
+        parts = []
+        for layer in ("GRU", "LSTM", "RNN"):
+            entries = [each for each in record["results"] if each["layer"] == layer]
+            found = [each["throughput"][f"ours over {side}"] for each in entries]
+            parts.append(f"{min(found):.{digits}f} to {max(found):.{digits}f}")
+        assert row[column] == "; ".join(parts)

@@ -117,6 +117,16 @@ def test_cuts_are_even_and_seldom() -> None:
     assert max(abs(count - expected) for count in counts.values()) < 5 * math.sqrt(expected)
 
 
+def test_without_a_seed_a_cut_has_a_key_of_its_own() -> None:
+    """Drawn and cut by one key, a record that comes early would be kept less often or more."""
+    streams = RandomStreams()
+    assert streams.key("cut", 3) != streams.key("sampling", 3)
+    sampler = PoissonSampler(dataset_size=30, sampling_prob=0.3, streams=streams, largest_batch=9)
+    counts = Counter(r for step in range(3000) for r in sampler.indices(step).tolist())
+    expected = sum(counts.values()) / 30
+    assert max(abs(count - expected) for count in counts.values()) < 5.5 * math.sqrt(expected)
+
+
 def log_ratios(present: bool, *, q: float, most: int, noise: float, trials: int) -> np.ndarray:
     """How much likelier one step's sum is with the last record than without it.
 

@@ -97,7 +97,7 @@ def test_defaults_differ_only_where_a_section_has_none() -> None:
 def test_a_plan_holds_options_under_their_names_and_types() -> None:
     hints = get_type_hints(PrivacyPlan)
     planned = {item.name for item in fields(PrivacyPlan)}
-    assert planned - STATED.keys() == {"falls_back", "blocks"}
+    assert planned - STATED.keys() == {"falls_back", "blocks", "noise_rows"}
     for name in planned & STATED.keys() - {"num_steps"}:
         if name == "shuffle":  # a plan knows what auto came to
             assert set(get_args(hints[name])) == set(choices_of(name)) - {"auto"}

@@ -19,7 +19,7 @@ from shuffled_dpsgd.accounting.calibration import (
     smallest_noise_multiplier,
 )
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
-from shuffled_dpsgd.accounting.rdp import rdp_epsilon
+from shuffled_dpsgd.accounting.rdp import rdp_epsilon, refuse_truncated
 from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, claim_for
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
@@ -66,7 +66,7 @@ class Accountant:
         """What a run costs."""
         self._check(mechanism.adjacency)
         if self.name != "certified":
-            mechanism.refuse_truncated()
+            refuse_truncated(mechanism)
         return self.price(mechanism, delta)
 
     def calibrate(self, target: Target) -> Calibration | PaperCalibration:

@@ -29,6 +29,7 @@ from shuffled_dpsgd.accounting.rdp import (
     Array,
     divergences,
     divergences_of,
+    refuse_truncated,
     sampled_gaussian,
 )
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, METHOD, RELATIVE_ERROR
@@ -171,7 +172,7 @@ def _divergences_of(run: Spent) -> Array:
     """D_α of a whole run or search, at every order."""
     from dp_accounting import dp_event
 
-    (run if isinstance(run, SampledGaussian) else run.run).refuse_truncated()
+    refuse_truncated(run if isinstance(run, SampledGaussian) else run.run)
     if isinstance(run, SampledGaussian):
         return run.num_steps * divergences(run.noise_multiplier, run.sampling_prob)
     step = sampled_gaussian(run.run.noise_multiplier, run.run.sampling_prob)

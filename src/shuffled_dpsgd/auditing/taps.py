@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame
 from shuffled_dpsgd.core.referee import Checks, Referee
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -52,11 +53,12 @@ class RecordingMechanism(ShuffledGaussianMechanism):
         sums: Mapping[str, torch.Tensor],
         *,
         key: bytes,
+        earlier: Sequence[bytes] = (),
         frame: SumFrame | None = None,
         watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
         self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
-        self.norms = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
+        self.norms = self.inner.privatize(sums, key=key, earlier=earlier, frame=frame, watch=watch)
         self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
         return self.norms
 
@@ -91,6 +93,10 @@ class InjectingEngine:
 
 def tap(private: PrivateTraining, extra: Callable[[Tensors], Tensors]) -> RecordingMechanism:
     """Inject `extra` into every step of the run, with nobody at the door, and record releases."""
+    plan = private.plan
+    alone = plan.bands == 1 and plan.largest_batch is None
+    got = f"bands={plan.bands}, largest_batch={plan.largest_batch}"
+    require(alone, "plan", "steps with noise and draws of their own, as canaries have", got)
     recorder = RecordingMechanism(private.mechanism)
     private.engine = InjectingEngine(private.engine, extra)  # type: ignore[assignment]
     private.mechanism = recorder

@@ -34,6 +34,7 @@ USE_ASSUMPTIONS = (
     "the loss of a record depends on that record and the weights alone, not on its batch",
     "the training data influence the weights through this run only",
 )
+ONE_UNIT = "an example is a unit: all of the records that share an id, and no others"
 CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
 STOPPED_EARLY = (
     "when the run stopped: the ε of the whole plan covers every time of stopping that was chosen "
@@ -176,6 +177,7 @@ def write_card(
         randomness=_randomness(plan),
         private=is_private(plan),
         checks=checks or Checks(),
+        use_assumptions=(*USE_ASSUMPTIONS, *((ONE_UNIT,) if plan.records_per_unit else ())),
         not_covered=(
             *NOT_COVERED,
             *(() if plan.records_per_unit else (SEVERAL_ROWS,)),
@@ -201,12 +203,12 @@ def _target(plan: PrivacyPlan) -> str:
 def _sampler(plan: PrivacyPlan) -> str:
     if plan.sampling != "poisson":
         return "the user's own batches, unaccounted"
-    most = plan.records_per_unit
-    whole = f", with {most} of its records at most, averaged and clipped once" if most else ""
-    cut = "" if plan.largest_batch is None else f", {plan.largest_batch} of a larger draw"
+    most, cut = plan.records_per_unit, plan.largest_batch
+    more = f", with {most} of its records at most, averaged and clipped once" if most else ""
+    more += f", {cut} of a larger draw" if cut else ""
     return (
         f"Poisson, every {_noun(plan)} joins each batch with probability {plan.sampling_prob:.6g} "
-        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}){whole}{cut}; "
+        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}){more}; "
         f"adjacency {plan.adjacency}"
     )
 
@@ -226,6 +228,11 @@ def _mechanism(plan: PrivacyPlan) -> list[str]:
             f"block {block.name}: {block.dimension} coordinates, noise multiplier "
             f"{block.noise_multiplier:.6g}, {batch}"
         )
+    if plan.bands > 1:
+        lines.append(
+            f"banded noise in blocks of {plan.bands} steps: a {_noun(plan)} joins one step of a "
+            "block at most, and what one step adds later ones take away in part"
+        )
     if plan.falls_back:
         lines.append("Algorithm 1 fell back to plain DP-SGD: shuffling would need more noise")
     return lines
@@ -243,9 +250,10 @@ def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:
 
 def _randomness(plan: PrivacyPlan) -> str:
     if plan.secure:
+        where = "in memory to the end of its block" if plan.bands > 1 else "nowhere"
         return (
             "ChaCha20, keyed by the operating system anew for every release; the key is kept "
-            "nowhere, and without it the noise cannot be computed"
+            f"{where}, and without it the noise cannot be computed"
         )
     return (
         "ChaCha20, keyed by a seed: whoever learns the seed can remove the noise, so every claim "

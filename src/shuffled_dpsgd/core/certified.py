@@ -17,15 +17,15 @@ ASSUMPTIONS = (
     "Gaussian noise of at least noise_multiplier * clip_norm in every coordinate",
     "shuffling is credited with nothing",
 )
+BLOCKS = "a step is a block of steps_per_block, of which each example joins one at most"
 CUT = "of a larger draw, largest_batch examples are kept, each choice of them equally likely"
 
 
 def claim_for(mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
     """The proven ε of a run: never below the exact one, and about `RELATIVE_ERROR` above it.
 
-    Holds for one release of any checkpoint and for the release of all of them, since every step's
-    output is assumed public. With `adjacency="replace-one"` both neighbouring data sets hold the
-    example, with different values, and ε is larger.
+    Every step's output is assumed public. With adjacency "replace-one" both neighbouring data sets
+    hold the example, with different values, and ε is larger.
     """
     check_delta(delta)
     return claim_of(mechanism, delta, price(mechanism, delta, RELATIVE_ERROR))
@@ -34,12 +34,12 @@ def claim_for(mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
 def claim_of(mechanism: SampledGaussian, delta: float, epsilon: float) -> PrivacyClaim:
     """The claim that `price` supports, with everything it assumes."""
     relation = f"neighbouring data sets differ by {mechanism.adjacency}"
-    cut = () if mechanism.largest_batch is None else (CUT,)
+    special = [CUT] if mechanism.largest_batch else [BLOCKS] if mechanism.steps_per_block else []
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
         method=METHOD,
         kind="proven",
-        assumptions=(*ASSUMPTIONS, *cut, relation),
+        assumptions=(*ASSUMPTIONS, *special, relation),
         inputs=mechanism.to_json(),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -61,14 +61,8 @@ class PrivacyClaim:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the kind travels with the number."""
-        return {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "method": self.method,
-            "kind": self.kind,
-            "assumptions": list(self.assumptions),
-            "inputs": dict(self.inputs),
-        }
+        known = {item.name: getattr(self, item.name) for item in fields(self)}
+        return known | {"assumptions": list(self.assumptions), "inputs": dict(self.inputs)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrivacyClaim:

@@ -75,7 +75,8 @@ the budget is spent: stop here, or start a run with a larger plan
             if exists:
                 self._read(self._path)
             if not self._chain:
-                self._append(self._header())
+                header = {"version": _VERSION, "streams": STREAM_VERSION, "plan": plan_fingerprint}
+                self._append({**header, "max_releases": max_releases})
 
     @property
     def spent(self) -> int:
@@ -151,14 +152,6 @@ the budget is spent: stop here, or start a run with a larger plan
         self._at_step.setdefault(entry.step, []).append(entry)
         self._tokens.add(entry.token)
 
-    def _header(self) -> dict[str, Any]:
-        return {
-            "version": _VERSION,
-            "streams": STREAM_VERSION,
-            "plan": self._fingerprint,
-            "max_releases": self._max_releases,
-        }
-
     def _append(self, body: dict[str, Any]) -> None:
         chain = self._link(body)
         if self._path is not None:
@@ -170,9 +163,11 @@ the budget is spent: stop here, or start a run with a larger plan
         return hmac.new(self.key, text.encode(), hashlib.sha256).hexdigest()[:32]
 
     def _write(self, path: Path, line: str) -> None:
+        import fcntl  # Here, because only a ledger on disk needs POSIX.
+
         created = not path.exists()
         with open(path, "ab") as file:
-            _lock(file.fileno())
+            fcntl.flock(file, fcntl.LOCK_EX)  # Of two processes, one sees the other's entry.
             if os.fstat(file.fileno()).st_size != self._size:
                 raise CheckpointError(
                     f"{path}: changed since it was read; another process runs on this ledger: "
@@ -239,13 +234,6 @@ def fingerprint(sums: Mapping[str, torch.Tensor], key: bytes) -> str:
         flat = tensor.detach().contiguous().view(-1).cpu()
         whole.update(flat.view(torch.uint8).numpy().data)
     return whole.hexdigest()
-
-
-def _lock(descriptor: int) -> None:
-    """Until the file is closed, no other process writes: of two, one sees the other's entry."""
-    import fcntl  # Here, because only a ledger on disk needs POSIX.
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _key_of(ledger: Path, key: bytes, *, is_new: bool) -> bytes:

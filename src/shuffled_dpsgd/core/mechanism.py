@@ -10,11 +10,14 @@ permuting are post-processing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from shuffled_dpsgd.core.banded import sensitivity
+from shuffled_dpsgd.core.clip import joint_norm
 from shuffled_dpsgd.core.noise import GaussianNoise, Place, number
 from shuffled_dpsgd.core.plan import PrivacyPlan
 
@@ -34,6 +37,7 @@ class SumFrame(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class ShuffledGaussianMechanism:
     """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan.
 
@@ -41,32 +45,39 @@ class ShuffledGaussianMechanism:
     `total` adds up the squares of the shares' norms, one for each block, over all ranks.
     """
 
-    def __init__(
-        self,
-        plan: PrivacyPlan,
-        noise: GaussianNoise,
-        *,
-        places: Mapping[str, Place] | None = None,
-        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self._plan = plan
-        self._noise = noise
-        self._places = places
-        self._total = total
+    plan: PrivacyPlan
+    noise: GaussianNoise
+    _: KW_ONLY
+    places: Mapping[str, Place] | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        rows = self.plan.noise_rows
+        self._scale = sensitivity(rows) if rows else 1.0
+
+    def _combined(self, keys: list[bytes]) -> list[tuple[float, bytes]]:
+        """The draws that a step's noise is made of, each with its weight."""
+        row = self.plan.noise_rows[len(keys) - 1] if self.plan.noise_rows else (1.0,)
+        return [(self._scale * weight, key) for weight, key in zip(row, keys, strict=False)]
 
     def privatize(
         self,
         sums: Mapping[str, torch.Tensor],
         *,
         key: bytes,
+        earlier: Sequence[bytes] = (),
         frame: SumFrame | None = None,
         watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Make `sums` private in place, with noise from `key`."""
-        plan = self._plan
+        """Make `sums` private in place, with noise from `key` and those of `earlier` in its block.
+
+        Returns the norm of each block of parameters before its batch clip: not noised, and on the
+        device. `watch` is called before the noise, with everything clipped, and after it.
+        """
+        plan = self.plan
         norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
-        if self._total is not None:
-            norms = self._total(norms.square()).sqrt()
+        if self.total is not None:
+            norms = self.total(norms.square()).sqrt()
         before, stds = dict[str, torch.Tensor](), dict[str, float]()
         for block, norm in zip(plan.blocks, norms, strict=True):
             before[block.name] = norm
@@ -79,31 +90,19 @@ class ShuffledGaussianMechanism:
                 for name in block.parameters:
                     sums[name].mul_(factor.to(sums[name].dtype))
         stds = {name: stds[name] for name in sums}
-        places = number(sums) if self._places is None else self._places
+        places = number(sums) if self.places is None else self.places
         divide_by = float(plan.expected_batch_size)
         if frame is not None:
             frame.enter(sums)
         if watch is not None:
             watch.before_noise(sums)
-        self._noise.add_(sums, stds, key=key, places=places, divide_by=divide_by)
+        draws = self._combined([*earlier, key])
+        for number_of, (weight, one) in enumerate(draws, start=1):
+            own = {name: weight * std for name, std in stds.items()}
+            divisor = divide_by if number_of == len(draws) else 1.0
+            self.noise.add_(sums, own, key=one, places=places, divide_by=divisor)
         if watch is not None:
-            watch.after_noise(sums, stds=stds, key=key, places=places, divide_by=divide_by)
+            watch.after_noise(sums, stds=stds, draws=draws, places=places, divide_by=divide_by)
         if frame is not None:
             frame.leave(sums)
         return before
-
-
-def joint_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all tensors as one vector, in double precision.
-
-    `vector_norm` in float32 is off by a thousandth for long vectors on a CPU. Sums of squares by
-    pieces are right to 1e-8 there.
-    """
-    flats = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
-    if not flats:
-        return torch.zeros((), dtype=torch.float64)
-    if any(flat.device.type != "cpu" for flat in flats):
-        norms = torch._foreach_norm(flats, 2, dtype=torch.float64)
-        return torch.linalg.vector_norm(torch.stack(norms))
-    pieces = (piece for flat in flats for piece in flat.split(1 << 16))
-    return torch.stack([piece.square().sum().double() for piece in pieces]).sum().sqrt()

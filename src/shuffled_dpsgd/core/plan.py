@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
@@ -23,7 +23,6 @@ Sampling = Literal["poisson", "unaccounted"]
 LossReduction = Literal["sum", "mean"]
 NoiseFrame = Literal["shuffled", "unshuffled"]
 BlockName = Literal["shuffled", "rest"]
-ONE_UNIT = "an example is a unit: all of the records that share an id, and no others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class PrivacyPlan:
 
     With `records_per_unit`, whoever is drawn and protected has several records (a unit): sizes and
     probabilities count units, and of a unit that is drawn so many records take part at most. Of a
-    batch of more than `largest_batch` so many are kept.
+    batch of more than `largest_batch` so many are kept. `noise_rows` says how noise is `banded`.
     """
 
     dataset_size: int
@@ -74,12 +73,18 @@ class PrivacyPlan:
     seed: int | None = None
     records_per_unit: int | None = None
     largest_batch: int | None = None
+    noise_rows: tuple[tuple[float, ...], ...] = ()
     falls_back: bool = False
 
     @property
     def sampling_prob(self) -> float:
         """Probability of one record joining one logical batch."""
         return self.expected_batch_size / self.dataset_size
+
+    @property
+    def bands(self) -> int:
+        """How many steps a block of noise has; one if every step has noise of its own."""
+        return len(self.noise_rows) or 1
 
     @property
     def secure(self) -> bool:
@@ -111,6 +116,8 @@ class PrivacyPlan:
             reasons.append("some parameters receive no noise")
         if not self.bounds_samples:
             reasons.append("per-sample gradients are not clipped")
+        if self.bands > 1 and self.largest_batch is not None:
+            reasons.append("nothing is proven for banded noise under a largest batch")
         return tuple(reasons)
 
     def certified(self, num_steps: int | None = None) -> PrivacyClaim | None:
@@ -127,17 +134,16 @@ class PrivacyPlan:
         # Here, because options import this file and must stay light.
         from shuffled_dpsgd.core.certified import claim_for
 
-        claim = claim_for(self.mechanism(steps), self.delta)
-        if self.records_per_unit:
-            claim = replace(claim, assumptions=(*claim.assumptions, ONE_UNIT))
-        return claim
+        return claim_for(self.mechanism(steps), self.delta)
 
     def mechanism(self, num_steps: int | None = None) -> SampledGaussian:
         """What `num_steps` releases (all of them by default) are priced as."""
+        steps = self.num_steps if num_steps is None else num_steps
         return SampledGaussian(
             noise_multiplier=self.smallest_noise_multiplier,
-            sampling_prob=self.sampling_prob,
-            num_steps=self.num_steps if num_steps is None else num_steps,
+            sampling_prob=self.sampling_prob * self.bands,
+            num_steps=math.ceil(steps / self.bands),
+            steps_per_block=len(self.noise_rows) or None,
             adjacency=self.adjacency,
             largest_batch=self.largest_batch,
             dataset_size=None if self.largest_batch is None else self.dataset_size,

@@ -95,8 +95,8 @@ def price(
     runs = (runs,) if isinstance(runs, SampledGaussian) else runs
     if any(run.noise_multiplier < LEAST_NOISE for run in runs):
         return math.inf
-    if records > 1 and any(run.largest_batch is not None for run in runs):
-        return math.inf  # Nothing is proven here for groups under a largest batch.
+    if records > 1 and any(run.largest_batch or run.steps_per_block for run in runs):
+        return math.inf  # Nothing is proven for groups under a largest batch or banded noise.
     return max(upper_epsilon(steps, delta, relative_error) for steps in directions(runs, records))
 
 

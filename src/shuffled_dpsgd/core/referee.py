@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor
-from shuffled_dpsgd.core.mechanism import joint_norm
+from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor, joint_norm
 from shuffled_dpsgd.core.noise import Place, normal
 from shuffled_dpsgd.errors import CannotReplayError, RefereeError
 
@@ -463,15 +462,16 @@ class Referee:
         sums: Mapping[str, Tensor],
         *,
         stds: Mapping[str, float],
-        key: bytes,
+        draws: Sequence[tuple[float, bytes]],
         places: Mapping[str, Place],
         divide_by: float,
     ) -> None:
-        """Recompute those coordinates from the key, by the definition."""
+        """Recompute those coordinates from the keys and their weights, by the definition."""
         for name, at, before in self._noise:
             group, first = places[name]
             wide = sums[name].dtype == torch.float64
-            noise = stds[name] * normal(key, Place(group, first + at), wide=wide)
+            place = Place(group, first + at)
+            noise = stds[name] * sum(w * normal(key, place, wide=wide) for w, key in draws)
             value, found = float(before), float(sums[name].view(-1)[at]) * divide_by
             rounding = (1e-12 if wide else 1e-6) * (abs(value) + abs(found))
             if not abs(found - value - noise) <= NOISE_ROOM * stds[name] + rounding:

@@ -14,13 +14,14 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from shuffled_dpsgd.core.clip import ClippedSums
+from shuffled_dpsgd.core.clip import ClippedSums, joint_norm
 from shuffled_dpsgd.core.ledger import Ledger, fingerprint
-from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame, joint_norm
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame
 from shuffled_dpsgd.core.noise import Place, sketch
 from shuffled_dpsgd.core.referee import FIRST_STEPS, Referee
 from shuffled_dpsgd.core.streams import RandomStreams
@@ -52,6 +53,7 @@ class Exchange(Protocol):
         ...
 
 
+@dataclass(eq=False, kw_only=True)
 class Door:
     """Makes the releases of a run; `exhausted` says whether the ledger has refused one.
 
@@ -61,25 +63,18 @@ class Door:
     release, because audits replace them.
     """
 
-    def __init__(
-        self,
-        *,
-        names: tuple[str, ...],
-        streams: RandomStreams,
-        update: Callable[[Mapping[str, torch.Tensor]], None],
-        exchange: Exchange | None = None,
-        sharded: bool = False,
-        fingerprinted: Callable[[Mapping[str, torch.Tensor], bytes], str] = fingerprint,
-        timed: Callable[[str], AbstractContextManager[object]] = lambda part: nullcontext(),
-    ) -> None:
-        self.exhausted = False
-        self._names = names
-        self._streams = streams
-        self._update = update
-        self._exchange = exchange
-        self._sharded = sharded
-        self._fingerprinted = fingerprinted
-        self._timed = timed
+    names: tuple[str, ...]
+    streams: RandomStreams
+    update: Callable[[Mapping[str, torch.Tensor]], None]
+    exchange: Exchange | None = None
+    sharded: bool = False
+    fingerprinted: Callable[[Mapping[str, torch.Tensor], bytes], str] = fingerprint
+    timed: Callable[[str], AbstractContextManager[object]] = lambda part: nullcontext()
+    bands: int = 1
+    exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self._draws: dict[int, bytes] = {}
         self._inspected: tuple[int, Tensors, float] | None = None
 
     def inspect(self, engine: ClippedSums, referee: Referee, *, step: int, drawn: int) -> None:
@@ -90,10 +85,10 @@ class Door:
         """
         self._inspected = None
         clipped = engine.clipped_sum()
-        sums = {name: clipped[name].contiguous() for name in self._names}
+        sums = {name: clipped[name].contiguous() for name in self.names}
         norm = float(joint_norm(sums.values()))
         count = engine.sample_norms.numel()
-        bounded = None if self._sharded else norm
+        bounded = None if self.sharded else norm
         referee.inspect(sums, norm=bounded, count=count, drawn=drawn)
         self._inspected = step, sums, norm
 
@@ -119,23 +114,29 @@ class Door:
         if inspected is None or inspected[0] != step:
             raise RefereeError(f"the sums of step {step} were not inspected; nothing was released")
         _, sums, norm = inspected
-        if self._sharded:
+        if self.sharded:
             referee.inspect_rows(sums)
-        if self._exchange is not None:
-            with self._timed("exchange"):
-                sums = self._reduced(self._exchange, sums, norm, step)
-            norm = math.sqrt(float(self._exchange.total(joint_norm(sums.values()).square())))
+        if self.exchange is not None:
+            with self.timed("exchange"):
+                sums = self._reduced(self.exchange, sums, norm, step)
+            norm = math.sqrt(float(self.exchange.total(joint_norm(sums.values()).square())))
         referee.check_bound(norm, count=count)
-        with self._timed("ledger"):
+        earlier = self._earlier(step)
+        with self.timed("ledger"):
             key = self._record(sums, step, ledger)
-        with self._timed("noise"):
-            norms = mechanism.privatize(sums, key=key, frame=frame, watch=referee)
-        del key
-        if self._exchange is not None:
-            with self._timed("exchange"):
-                sums = self._exchange.spread(sums)
-        with self._timed("update"):
-            self._update(sums)
+        with self.timed("noise"):
+            norms = mechanism.privatize(sums, key=key, earlier=earlier, frame=frame, watch=referee)
+        # To the end of the block, a draw is part of the noise of later steps.
+        if (step + 1) % self.bands == 0:
+            self._draws.clear()
+        elif self.streams.secure:
+            self._draws[step] = key
+        del key, earlier
+        if self.exchange is not None:
+            with self.timed("exchange"):
+                sums = self.exchange.spread(sums)
+        with self.timed("update"):
+            self.update(sums)
         referee.begin_step()
         return norms
 
@@ -146,9 +147,9 @@ class Door:
         after, add up to the same number over all processes. Looked at in the first steps and at
         random. Processes that keep rows of a total have nothing to add up here.
         """
-        if self._sharded or not (step < FIRST_STEPS or self._streams.coin(step, EXCHANGE_RATE)):
+        if self.sharded or not (step < FIRST_STEPS or self.streams.coin(step, EXCHANGE_RATE)):
             return exchange.reduce(sums)
-        key = self._streams.key("checks", step, 1)
+        key = self.streams.key("checks", step, 1)
         before = sketch(sums, key=key)
         shares = exchange.reduce(sums)
         after = sketch(shares, key=key, places=exchange.places())
@@ -162,11 +163,28 @@ class Door:
 
     def _record(self, sums: Mapping[str, torch.Tensor], step: int, ledger: Ledger) -> bytes:
         """Write the release down; returns the key of its noise, which is used once."""
-        secure = self._streams.secure
-        token = secrets.token_hex(16) if secure else self._fingerprinted(sums, ledger.key)
+        secure = self.streams.secure
+        token = secrets.token_hex(16) if secure else self.fingerprinted(sums, ledger.key)
         try:
             entry = ledger.record(step=step, token=token)
         except BudgetExhaustedError:
             self.exhausted = True
             raise
-        return self._streams.key("noise", step, attempt=entry.attempt)
+        if self.bands > 1 and entry.attempt:
+            raise RefereeError(
+                f"step {step} was released before with other sums, and its draw is part of later "
+                "noise; nothing was released: go on with the next block"
+            )
+        return self.streams.key("noise", step, attempt=entry.attempt)
+
+    def _earlier(self, step: int) -> list[bytes]:
+        """The keys of the steps of this block of noise before this one."""
+        before = range(step - step % self.bands, step)
+        if not self.streams.secure:
+            return [self.streams.key("noise", each) for each in before]
+        if not all(each in self._draws for each in before):
+            raise RefereeError(
+                f"step {step} goes on with a block of noise whose draws are gone; nothing was "
+                "released: begin with the next block"
+            )
+        return [self._draws[each] for each in before]

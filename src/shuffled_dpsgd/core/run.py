@@ -62,6 +62,7 @@ def train(
         sampling_prob=plan.sampling_prob,
         streams=streams,
         largest_batch=plan.largest_batch,
+        bands=plan.bands,
     )
     engine = PlainClipping(model, clip_norm=plan.clip_norm, clip=plan.clip)
     referee = Referee(model, engine, clip_norm=plan.clip_norm, clip=plan.clip)
@@ -76,7 +77,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    door = Door(names=tuple(trainable), streams=streams, update=update)
+    door = Door(names=tuple(trainable), streams=streams, update=update, bands=plan.bands)
     for step in range(plan.num_steps):
         drawn = sampler.indices(step).tolist()
         engine.reset()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,42 +25,53 @@ from shuffled_dpsgd.core.streams import RandomStreams, uniform_keys, words
 from shuffled_dpsgd.errors import require
 
 
+@dataclass(eq=False, kw_only=True)
 class PoissonSampler:
     """Each of `dataset_size` records joins each batch with probability `sampling_prob`.
 
-    Batch sizes vary from zero to `dataset_size`. Of more than `largest_batch` so many are kept,
-    each choice of them equally likely. Then one record's presence depends on the others, and ε is
-    larger (`pld`). Nothing else is dropped, padded or topped up.
+    Batch sizes vary from zero to `dataset_size`. Of more than `largest_batch` so many are kept, by
+    chance. Then a record's presence depends on the others, and ε is larger (`pld`).
+    The batches of a block of `bands` steps are one draw of so many times the probability, of which
+    each record takes one of the block's places, all equally likely (`banded`).
 
     >>> sampler = PoissonSampler(dataset_size=8, sampling_prob=0.5, streams=RandomStreams(seed=1))
     >>> sampler.indices(0).tolist() == sampler.indices(0).tolist()
     True
     """
 
-    def __init__(
-        self,
-        *,
-        dataset_size: int,
-        sampling_prob: float,
-        streams: RandomStreams,
-        largest_batch: int | None = None,
-    ) -> None:
-        require(dataset_size >= 1, "dataset_size", "at least 1", dataset_size)
-        check_sampling(sampling_prob, num_steps=1)
-        self.dataset_size = dataset_size
-        self.sampling_prob = sampling_prob
-        self._streams = streams
-        self.largest_batch = largest_batch
+    dataset_size: int
+    sampling_prob: float
+    streams: RandomStreams
+    largest_batch: int | None = None
+    bands: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.dataset_size >= 1, "dataset_size", "at least 1", self.dataset_size)
+        check_sampling(self.sampling_prob * self.bands, num_steps=1)
 
     def indices(self, step: int) -> torch.Tensor:
         """The records of logical batch `step`, ascending, possibly none.
 
         The same at every call, until the step is released.
         """
-        size, prob = self.dataset_size, self.sampling_prob
+        if self.bands == 1:
+            found = self._drawn(self.streams.key("sampling", step))
+        else:
+            block, place = divmod(step, self.bands)
+            found = self._drawn(self.streams.key("block", block))
+            places = uniform_keys(self.streams.key("block", block, 1), found.size) % self.bands
+            found = found[places == place]
+        most = self.largest_batch
+        if most is not None and found.size > most:
+            key = self.streams.key("cut", step)
+            found = np.sort(some_of(found.tolist(), most, key))
+        return torch.from_numpy(found)
+
+    def _drawn(self, key: bytes) -> NDArray[np.int64]:
+        """The records of one step, or of one block."""
+        size, prob = self.dataset_size, self.sampling_prob * self.bands
         if prob == 1.0:
-            return torch.arange(size)
-        key = self._streams.key("sampling", step)
+            return np.arange(size)
         # Enough gaps for almost every draw; where they are not, more of the same stream.
         expected = size * prob
         count = math.ceil(expected + 6.0 * math.sqrt(expected) + 10.0)
@@ -67,11 +79,7 @@ class PoissonSampler:
         while found.size == count:
             count *= 2
             found = _places(key, count, prob, size)
-        most = self.largest_batch
-        if most is not None and found.size > most:
-            key = self._streams.key("sampling", step, attempt=1)
-            found = np.sort(some_of(found.tolist(), most, key))
-        return torch.from_numpy(found)
+        return found
 
 
 def some_of(records: Sequence[int], at_most: int, key: bytes) -> list[int]:

@@ -38,7 +38,9 @@ KEY_BYTES = 32
 WORDS_PER_BLOCK = 16
 MOST_WORDS = WORDS_PER_BLOCK << 32
 
-Purpose = Literal["sampling", "noise", "permutation", "checks", "loader", "augmentation"]
+Purpose = Literal[
+    "sampling", "block", "cut", "noise", "permutation", "checks", "loader", "augmentation"
+]
 
 
 def words(
@@ -65,7 +67,7 @@ def words(
 
 
 class RandomStreams:
-    """The keys of one run; `seed=None` means that nobody can compute them.
+    """The keys of one run; `seed=None` means that nobody can compute them: it is `secure`.
 
     `secret` is the ledger's, and `releases` says how often a step has been released.
 
@@ -84,13 +86,9 @@ class RandomStreams:
     ) -> None:
         require(seed is None or seed >= 0, "seed", "a non-negative integer", seed)
         self._seed = seed
+        self.secure = seed is None
         self._secret = secret or secrets.token_bytes(KEY_BYTES)
         self._releases = releases
-
-    @property
-    def secure(self) -> bool:
-        """Whether the keys come from the operating system."""
-        return self._seed is None
 
     def key(self, purpose: Purpose, step: int, index: int = 0, *, attempt: int = 0) -> bytes:
         """The key of one purpose at one step; that of noise is another at every call.
@@ -100,7 +98,8 @@ class RandomStreams:
         if self._seed is None:
             if purpose == "noise":
                 return secrets.token_bytes(KEY_BYTES)
-            attempt = self._releases(step)
+            # A block is drawn once, whichever of its steps are released.
+            attempt = 0 if purpose == "block" else self._releases(step)
         root = self._secret if self._seed is None else f"seed:{self._seed}".encode()
         label = f"shuffled-dpsgd:{STREAM_VERSION}:{purpose}:{step}:{index}:{attempt}"
         return hmac.new(root, label.encode(), hashlib.sha256).digest()

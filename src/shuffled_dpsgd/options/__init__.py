@@ -14,6 +14,7 @@ from shuffled_dpsgd.core.plan import (
 from shuffled_dpsgd.options.methods import METHODS, Method
 from shuffled_dpsgd.options.statement import (
     Budget,
+    Noise,
     PrivacyOptions,
     Schedule,
     Shuffle,
@@ -31,6 +32,7 @@ __all__ = [
     "Clip",
     "LossReduction",
     "Method",
+    "Noise",
     "NoiseFrame",
     "PrivacyOptions",
     "Sampling",

@@ -30,6 +30,7 @@ from shuffled_dpsgd.options import validation
 from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
 Shuffle = Literal["auto", "every-step", "at-release", "off"]
+Noise = Literal["independent", "banded"]
 Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
 
 
@@ -106,6 +107,14 @@ class Budget:
         "shuffled",
         "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
         "never moved, so that runs with and without a shuffle can be compared.",
+    )
+    noise: Noise = _option(
+        "independent",
+        "independent: every step has noise of its own. banded: within blocks of steps, noise is "
+        "taken away again in part; refused where that gains nothing.",
+    )
+    bands: int | None = _option(
+        None, "Steps in a block of banded noise; by default chosen by the accountant."
     )
     strategy: Strategy | None = _option(
         None,

@@ -95,6 +95,7 @@ def check_budget(budget: Budget) -> None:
         budget.clip_norm,
         "noise is scaled by clip_norm",
     )
+    _check_banded(budget)
     if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
         raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
     if budget.clip_quantile is not None:
@@ -104,6 +105,29 @@ def check_budget(budget: Budget) -> None:
         if budget.accounting == "paper":
             raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
     _check_paper(budget)
+
+
+def _check_banded(budget: Budget) -> None:
+    """Banded noise is certified, in no file of runs, and has blocks of two steps at least."""
+    if budget.noise != "banded":
+        _demand(budget.bands is None, "bands", "nothing without noise='banded'", budget.bands)
+        return
+    if budget.bands is not None:
+        _demand(
+            isinstance(budget.bands, int) and budget.bands >= 2, "bands", "2 or more", budget.bands
+        )
+    if budget.accounting != "certified" or budget.budget is not None:
+        raise _clash(
+            "noise='banded'",
+            f"accounting={budget.accounting!r}, budget={budget.budget!r}",
+            "accounting='certified' without a budget file, which counts independent steps",
+        )
+    _demand(
+        budget.epsilon is not None or budget.bands is not None,
+        "bands",
+        "a number of steps with noise_multiplier; with epsilon it is chosen",
+        None,
+    )
 
 
 def _check_paper(budget: Budget) -> None:
@@ -165,6 +189,14 @@ def check_together(options: PrivacyOptions) -> None:
                 f"sampling={options.sampling!r}",
                 "accounting='certified' without a budget file: no other accountant knows of it",
             )
+    others = (options.sampling, most, options.clip_quantile)
+    if options.noise == "banded" and others != ("poisson", None, None):
+        raise _clash(
+            "noise='banded'",
+            f"sampling={options.sampling!r}, largest_batch={most}, "
+            f"clip_quantile={options.clip_quantile}",
+            "sampling='poisson', with neither: nothing is proven for both",
+        )
     if options.clip == "none" and options.epsilon is not None:
         raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
     if options.sampling == "unaccounted" and options.epsilon is not None:

@@ -27,6 +27,7 @@ from shuffled_dpsgd.options import (
     Clip,
     LossReduction,
     Method,
+    Noise,
     NoiseFrame,
     PrivacyOptions,
     Sampling,
@@ -77,6 +78,8 @@ def make_private(
     shuffle: Shuffle | None = None,
     scope: Scope | None = None,
     noise_frame: NoiseFrame = "shuffled",
+    noise: Noise = "independent",
+    bands: int | None = None,
     strategy: Strategy | None = None,
     check_rate: float = 1 / 256,
     sampling: Sampling = "poisson",
@@ -131,6 +134,9 @@ def make_private(
             exact symmetry.
         noise_frame: shuffled: noise is drawn for the weights as they lie. unshuffled: as if they
             had never moved, so that runs with and without a shuffle can be compared.
+        noise: independent: every step has noise of its own. banded: within blocks of steps, noise
+            is taken away again in part; refused where that gains nothing.
+        bands: Steps in a block of banded noise; by default chosen by the accountant.
         strategy: How the clipping engine computes, bookkeeping unless a method is named; never
             changes what is released.
         check_rate: Share of batches in which a few samples are run once more among other records
@@ -215,6 +221,7 @@ def assemble(
             sampling_prob=plan.sampling_prob,
             streams=streams,
             largest_batch=plan.largest_batch,
+            bands=plan.bands,
         ),
         mechanism=ShuffledGaussianMechanism(
             plan,

@@ -276,7 +276,7 @@ def write_card(
     that the certified ε is attained.
     """
     # With a largest batch the ε is not tight; a clip that follows the norms keeps part of C.
-    tight = plan.largest_batch is None and plan.clip_quantile is None
+    tight = plan.largest_batch is None and plan.clip_quantile is None and plan.bands == 1
     covered = tight and num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
     found = core_card.write_card(
         plan,

@@ -172,6 +172,7 @@ def load_checkpoint(
     further = _restore(private, found, extras or {})
     for name, extra in (extras or {}).items():
         extra.load_state_dict(further[name])
+    private.leave_block()
     private.note_weights()
 
 

@@ -248,6 +248,7 @@ class _Observer:
         self._scheduler = scheduler
         self._extras = extras
         self._received = received
+        self._is_due = False
         self._curve = SpendingCurve(private.plan) if settings.price_steps else None
         self._started = time.perf_counter()
 
@@ -259,10 +260,14 @@ class _Observer:
         progress = self._progress(learning_rate)
         for callback in self._callbacks:
             callback(progress)
-        if self.told:
-            self._private.pause()
-        if self.told or self._private.steps_taken % self._settings.checkpoint_every == 0:
+        due = self._private.steps_taken % self._settings.checkpoint_every == 0
+        self._is_due = self._is_due or due or bool(self.told)
+        # A secure run cannot go on with a block of banded noise that it left.
+        if self._is_due and self._private.between_blocks:
+            if self.told:
+                self._private.pause()
             self.save()
+            self._is_due = False
         self._started = time.perf_counter()
 
     def _hear_others(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, calibrate_rdp
+from shuffled_dpsgd.accounting.banded import Rows, banded_noise, best_banded, best_rows
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import PrivacyOptions, options_in
@@ -47,6 +48,7 @@ def make_plan(
     if options.clip_quantile is not None:
         rest, sizes = (*rest, COORDINATE), {**sizes, COORDINATE: 1}
     dimension = sum(sizes[name] for name in shuffled)
+    options, rows = _banded(options)
     noise, unshuffled_noise = _noise_multipliers(options, dimension)
     falls_back = options.accounting == "paper" and noise >= unshuffled_noise
     if falls_back:
@@ -71,7 +73,32 @@ def make_plan(
                 noise_multiplier=unshuffled_noise,
             )
         )
-    return _freeze(options, tuple(blocks), falls_back=falls_back)
+    return _freeze(options, tuple(blocks), falls_back=falls_back, noise_rows=rows)
+
+
+def _banded(options: PrivacyOptions) -> tuple[PrivacyOptions, Rows]:
+    """Options with the noise that a block of steps needs, and its rows; none if steps are alone.
+
+    The noise of a block belongs to the weights as if they had never moved.
+    """
+    if options.noise != "banded":
+        return options, ()
+    if options.shuffle == "every-step":
+        options = replace(options, noise_frame="unshuffled")
+    if options.epsilon is None:
+        assert options.bands is not None, "checked on construction"
+        blocks = math.ceil(options.steps() / options.bands)
+        return options, best_rows(options.bands, blocks)
+    found = banded_noise(
+        epsilon=options.epsilon,
+        delta=options.delta,
+        sampling_prob=options.expected_batch_size / options.dataset_size,
+        num_steps=options.steps(),
+        adjacency=options.adjacency,
+        bands=options.bands,
+    )
+    best = best_banded(found)
+    return replace(options, bands=best.bands), best.rows
 
 
 def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, float]:
@@ -86,6 +113,10 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
         "sampling_prob": options.expected_batch_size / options.dataset_size,
         "num_steps": options.steps(),
     }
+    if options.noise == "banded":
+        assert options.bands is not None, "chosen"
+        rate, steps = options.bands * common["sampling_prob"], options.steps()
+        common |= {"sampling_prob": rate, "num_steps": math.ceil(steps / options.bands)}
     if options.accounting == "certified":
         found = calibrate_certified(
             **common,
@@ -108,12 +139,12 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
 
 
 def _freeze(
-    options: PrivacyOptions, blocks: tuple[NoiseBlock, ...], *, falls_back: bool
+    options: PrivacyOptions, blocks: tuple[NoiseBlock, ...], *, falls_back: bool, noise_rows: Rows
 ) -> PrivacyPlan:
     planned = {item.name for item in fields(PrivacyPlan)}
     kept = {name: value for name, value in options_in(options).items() if name in planned}
     kept["num_steps"] = options.steps()
-    return PrivacyPlan(**kept, falls_back=falls_back, blocks=blocks)
+    return PrivacyPlan(**kept, falls_back=falls_back, blocks=blocks, noise_rows=noise_rows)
 
 
 def large_delta(plan: PrivacyPlan) -> str | None:

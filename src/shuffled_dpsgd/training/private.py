@@ -8,6 +8,7 @@ faulty one.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -176,6 +177,7 @@ class PrivateTraining:
             sharded=sharding is not None,
             fingerprinted=self._fingerprinted,
             timed=self.clock.part,
+            bands=plan.bands,
         )
         self._drawn = DrawnBatches(
             self,
@@ -249,6 +251,27 @@ class PrivateTraining:
     def frame(self) -> Permutation | None:
         """With `noise_frame="unshuffled"`, the product of all permutations so far."""
         return self.shuffling.frame
+
+    @property
+    def between_blocks(self) -> bool:
+        """Whether the next step begins a block of noise, so that the run may be broken off here."""
+        return self.steps_taken % self.plan.bands == 0 or not self.plan.secure
+
+    def leave_block(self) -> None:
+        """Go on with the next block of noise if the draws of this one are gone. Collective.
+
+        What is left of it is counted as spent: no further step can be part of its noise. A seeded
+        run computes the draws again.
+        """
+        bands, last = self.plan.bands, self.plan.num_steps
+        done = max(self.steps_taken, *(1 + each.step for each in self.ledger.entries()), 0)
+        if bands == 1 or not self.plan.secure or (done == self.steps_taken and done % bands == 0):
+            return
+        known = {each.step for each in self.ledger.entries()}
+        self.steps_taken = min(-(-done // bands) * bands, last)
+        for step in range(self.steps_taken):
+            if step not in known:
+                self.ledger.record(step=step, token=secrets.token_hex(16))
 
     @property
     def steps_per_epoch(self) -> int:

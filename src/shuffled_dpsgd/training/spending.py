@@ -65,7 +65,7 @@ def paper_by_block(plan: PrivacyPlan, num_steps: int | None = None) -> dict[str,
     fallback or without a batch clip, is the Gaussian mechanism, d = 1.
     """
     steps = plan.num_steps if num_steps is None else num_steps
-    if plan.uncertifiable or plan.largest_batch is not None:
+    if plan.uncertifiable or plan.largest_batch is not None or plan.bands > 1:
         return {}
     if steps == 0:
         return {block.name: plan.nothing_released("heuristic") for block in plan.blocks}

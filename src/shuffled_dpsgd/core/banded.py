@@ -19,8 +19,7 @@ independent noise of standard deviation σ·C. That is one step of the sampled G
 whatever j is (δ is jointly convex). Blocks have draws of their own, and a block that ends early
 shows less. Groups of records are not covered: what one of them does may depend on another. ∎
 
-The keys of a block's draws stay in memory until it ends. A block that is broken off is never
-continued: its other steps are counted as spent.
+The keys of a block's draws stay in memory until it ends. A block broken off is never continued.
 """
 
 from __future__ import annotations

@@ -108,10 +108,7 @@ def normals(
 
 
 class GaussianNoise:
-    """The definition, on the CPU, and copied to whatever device the sums are on.
-
-    What is faster is a subclass that adds the same numbers, to rounding.
-    """
+    """The definition, on the CPU, copied to the sums' device; what is faster is a subclass."""
 
     def add_(
         self,

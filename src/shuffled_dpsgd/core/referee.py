@@ -310,9 +310,8 @@ class Referee:
         weights = torch.zeros(rows, dtype=torch.float64)
         factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
         weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
-        grads = replay.gradient(weights, last=True)
-        total = {n: g if g.dtype == torch.float64 else g.float() for n, g in grads.items()}
-        return total, lengths
+        found = replay.gradient(weights, last=True)
+        return {n: g if g.dtype == torch.float64 else g.float() for n, g in found.items()}, lengths
 
     def _one_by_one(
         self, replay: SecondRun, norms: Tensor, rows: int

@@ -54,11 +54,9 @@ class PoissonSampler:
 
         The same at every call, until the step is released.
         """
-        if self.bands == 1:
-            found = self._drawn(self.streams.key("sampling", step))
-        else:
-            block, place = divmod(step, self.bands)
-            found = self._drawn(self.streams.key("block", block))
+        block, place = divmod(step, self.bands)
+        found = self._drawn(self.streams.key("sampling" if self.bands == 1 else "block", block))
+        if self.bands > 1:
             places = uniform_keys(self.streams.key("block", block, 1), found.size) % self.bands
             found = found[places == place]
         most = self.largest_batch

@@ -24,6 +24,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -66,6 +67,7 @@ def words(
     return np.frombuffer(buffer, dtype="<i4")[skipped:]
 
 
+@dataclass(eq=False, repr=False)
 class RandomStreams:
     """The keys of one run; `seed=None` means that nobody can compute them: it is `secure`.
 
@@ -77,30 +79,26 @@ class RandomStreams:
     False
     """
 
-    def __init__(
-        self,
-        seed: int | None = None,
-        *,
-        secret: bytes | None = None,
-        releases: Callable[[int], int] = lambda step: 0,
-    ) -> None:
-        require(seed is None or seed >= 0, "seed", "a non-negative integer", seed)
-        self._seed = seed
-        self.secure = seed is None
-        self._secret = secret or secrets.token_bytes(KEY_BYTES)
-        self._releases = releases
+    seed: int | None = None
+    _: KW_ONLY
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    releases: Callable[[int], int] = lambda step: 0
+
+    def __post_init__(self) -> None:
+        require(self.seed is None or self.seed >= 0, "seed", "a non-negative integer", self.seed)
+        self.secure = self.seed is None
 
     def key(self, purpose: Purpose, step: int, index: int = 0, *, attempt: int = 0) -> bytes:
         """The key of one purpose at one step; that of noise is another at every call.
 
         In a seeded run it is the same at every call, and depends on the attempt.
         """
-        if self._seed is None:
+        if self.seed is None:
             if purpose == "noise":
                 return secrets.token_bytes(KEY_BYTES)
             # A block is drawn once, whichever of its steps are released.
-            attempt = 0 if purpose == "block" else self._releases(step)
-        root = self._secret if self._seed is None else f"seed:{self._seed}".encode()
+            attempt = 0 if purpose == "block" else self.releases(step)
+        root = self.secret if self.seed is None else f"seed:{self.seed}".encode()
         label = f"shuffled-dpsgd:{STREAM_VERSION}:{purpose}:{step}:{index}:{attempt}"
         return hmac.new(root, label.encode(), hashlib.sha256).digest()
 

@@ -150,7 +150,7 @@ def train_once(
     config = OptimizerConfig(learning_rate=rate, schedule="cosine")
     private = make_private(
         model, build_optimizer(model, config), delta=setting.delta, clip_norm=1.0, shuffle="off",
-        seed=seed, physical_batch_size=128, **options,
+        seed=seed, physical_batch_size=8 * setting.batch, **options,
     )  # fmt: skip
     scheduler = build_scheduler(private.optimizer, config, private.plan.num_steps)
     private.on_update(scheduler.step)

@@ -15,7 +15,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import load_run, parse_config, results
 from shuffled_dpsgd.tasks.config import GenerationConfig
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.generation import read_generated, score_generated
+from shuffled_dpsgd.tasks.generation import Generated, score_generated
 from shuffled_dpsgd.tasks.inference import evaluate_run, generate, predict
 from shuffled_dpsgd.tasks.run import execute, prepare
 
@@ -169,7 +169,9 @@ def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:
     assert held_back is not None
     assert list(splits) == ["held-back"]
     assert held_back["num_references"] == 4
-    again = score_generated(read_generated(kept))
+    again = score_generated(
+        [Generated(**json.loads(line)) for line in kept.read_text().splitlines()]
+    )
     assert again.items() <= held_back.items()
     _, splits, test = evaluate_run(tmp_path / "run", split="test", **asked)
     assert test is not None

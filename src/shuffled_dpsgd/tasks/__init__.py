@@ -14,7 +14,6 @@ from shuffled_dpsgd.tasks.digits import load_digits
 from shuffled_dpsgd.tasks.generation import (
     evaluate_generation,
     generate_split,
-    read_generated,
     score_generated,
 )
 from shuffled_dpsgd.tasks.run import PreparedRun, RunResult, execute, prepare
@@ -40,7 +39,6 @@ __all__ = [
     "load_run",
     "parse_config",
     "prepare",
-    "read_generated",
     "score_generated",
     "start_private",
 ]

@@ -15,7 +15,6 @@ import torch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import DataConfig, GenerationConfig
 from shuffled_dpsgd.tasks.data.loading import drawn_part, read_references, scored_split
-from shuffled_dpsgd.tasks.data.tables import read_table
 from shuffled_dpsgd.tasks.text_scores import score_texts
 from shuffled_dpsgd.tasks.tokens import Tokenizer
 
@@ -173,18 +172,3 @@ def evaluate_generation(
         "num_prompts_cut": 0 if room is None else sum(length > room for length in whole),
         "decoding": settings.search,
     }
-
-
-def read_generated(path: Path) -> list[Generated]:
-    """Read a file that was written to `texts_to`, or by another program."""
-    if not path.is_file():
-        raise InvalidArgumentError("--texts", expected="a .jsonl file", got=str(path))
-    found = []
-    for row in read_table(path, [Generated._fields])[0]:
-        references = row.cells["references"]
-        if not isinstance(references, list) or not all(isinstance(one, str) for one in references):
-            raise InvalidArgumentError(
-                row.where, expected="a list of texts in 'references'", got=type(references).__name__
-            )
-        found.append(Generated(row.text("prompt"), row.text("text"), tuple(references)))
-    return found

@@ -12,7 +12,7 @@ from core.chacha20 import chacha20_word
 from shuffled_dpsgd.core.noise import LANES, GaussianNoise, Place, normal, normals, number
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd.training.flat import abutting, merged
+from shuffled_dpsgd.training.device_noise import abutting, as_flat
 from training.cases import (
     RECORDS,
     Case,
@@ -99,10 +99,10 @@ def test_dtypes_have_streams_of_their_own() -> None:
 def test_only_neighbours_in_one_storage_are_merged() -> None:
     buffer = torch.arange(24.0)
     first, gap, last = buffer[:6].view(2, 3), buffer[7:12], buffer[12:24].view(3, 4)
-    assert [t.tolist() for t in merged([gap, last])] == [list(range(7, 24))]
-    assert len(merged([first, gap])) == 2
-    assert len(merged([last, gap])) == 2
-    assert len(merged([torch.zeros(2), torch.zeros(2)])) == 2
+    assert [as_flat(run).tolist() for run in abutting([gap, last])] == [list(range(7, 24))]
+    assert len(abutting([first, gap])) == 2
+    assert len(abutting([last, gap])) == 2
+    assert len(abutting([torch.zeros(2), torch.zeros(2)])) == 2
     assert len(abutting([first.t(), buffer[6:12]])) == 2
 
 

@@ -7,13 +7,12 @@ and copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums, normals, number
 from shuffled_dpsgd.runtime.backends import TAKEN, Backend, expect, expect_close, triton_available
-from shuffled_dpsgd.training.flat import abutting, as_flat
 
 # Not a run's key, and never used for noise. Half of its bytes have their highest bit set.
 _TRIAL_KEY = bytes(range(112, 144))
@@ -70,6 +69,42 @@ def add_by_kernel_(
         done += len(run)
         flat = as_flat(run).detach()
         add_normal_(flat, key=key, place=places[name], std=stds[name], divide_by=divide_by)
+
+
+def abutting(
+    tensors: Sequence[torch.Tensor], labels: Sequence[object] | None = None
+) -> list[list[torch.Tensor]]:
+    """Group tensors, in order, into runs that are contiguous in one storage.
+
+    `as_flat` makes one vector of a run. Only views of one tensor are joined: separate allocations
+    may be adjacent by chance. With `labels`, one per tensor, a run has a single label.
+    """
+    runs: list[list[torch.Tensor]] = []
+    base: torch.Tensor | None = None
+    end, dtype, label = -1, None, None
+    for index, tensor in enumerate(tensors):
+        owner = tensor._base
+        owner = tensor if owner is None else owner
+        start = int(tensor.storage_offset())
+        mine = None if labels is None else labels[index]
+        contiguous = tensor.is_contiguous()
+        alike = tensor.dtype is dtype and mine == label
+        if owner is base and start == end and alike and contiguous:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+        base, end = (owner, start + tensor.numel()) if contiguous else (None, -1)
+        dtype, label = tensor.dtype, mine
+    return runs
+
+
+def as_flat(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A run of `abutting` as one vector that shares its memory."""
+    first = run[0]
+    if len(run) == 1:
+        return first.view(-1)
+    size = sum(tensor.numel() for tensor in run)
+    return first.as_strided((size,), (1,), first.storage_offset())
 
 
 def may_take_kernel(tensor: torch.Tensor) -> bool:

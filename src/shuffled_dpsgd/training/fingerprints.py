@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shuffled_dpsgd.core.ledger import fingerprint as core_fingerprint
-from shuffled_dpsgd.training.flat import merged
 
 # Each word tells two tensors apart but for a chance of 2^-32; four of them but for 2^-128.
 _WORDS = 4
@@ -34,9 +33,10 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], key: bytes) -> str:
             described[name] = tensor
         else:
             described[f"{name}:{tuple(tensor.shape)}:{tensor.dtype}"] = torch.empty(0)
-            on_devices.setdefault(tensor.device, []).append(tensor.detach().contiguous())
+            flat = tensor.detach().contiguous().view(-1)
+            on_devices.setdefault(tensor.device, []).append(flat)
     for index, whole in enumerate(on_devices.values()):
-        words = compress(merged(whole), _subkey(key, index))
+        words = compress(whole, _subkey(key, index))
         described[f"words of device {index}"] = words.cpu()
     return core_fingerprint(described, key)
 

@@ -26,12 +26,11 @@ from shuffled_dpsgd.distributed.layouts import send_first
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
-from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.runtime.shards import held
-from shuffled_dpsgd.training.data import LOADING, MapStyle
-from shuffled_dpsgd.training.global_randomness import seed_dropout, seed_rank
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import seed_rank
 from shuffled_dpsgd.training.planning import field_fingerprints
-from shuffled_dpsgd.training.record_digest import digest
+from shuffled_dpsgd.training.record_digest import digest_of_some
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
@@ -88,14 +87,7 @@ def compare_records(world: World, data: MapStyle) -> None:
     agree(world, {"number of records": len(data)}, remedy=remedy)
     seed = world.from_first(secrets.randbits(64))
     chosen = random.Random(seed).sample(range(len(data)), min(len(data), _RECORDS))
-
-    def once() -> str:
-        with LOADING, randomness_kept():
-            seed_dropout(seed)
-            return digest([data[index] for index in chosen], b"records of a launch")
-
-    first = once()
-    content = first if first == once() else "random"
+    content = digest_of_some(data, chosen, b"records of a launch", seed)
     agree(world, {"set of records": content}, remedy=remedy)
 
 

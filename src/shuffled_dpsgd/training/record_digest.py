@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.random_states import randomness_kept
-from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.data import LOADING, MapStyle
 from shuffled_dpsgd.training.global_randomness import seed_dropout
 
 _RECORDS = 256
@@ -34,20 +34,21 @@ def digest(data: MapStyle, salt: bytes) -> str:
     return whole.hexdigest()
 
 
+def digest_of_some(data: MapStyle, chosen: Iterable[int], salt: bytes, seed: int) -> str | None:
+    """The digest of these records, loaded under random numbers of a seed; None if it varies."""
+    found = []
+    for _ in range(2):
+        with LOADING, randomness_kept():
+            seed_dropout(seed)
+            found.append(digest([data[index] for index in chosen], salt))
+    return found[0] if found[0] == found[1] else None
+
+
 def data_mark(data: MapStyle, salt: str) -> str:
-    """Equal for equal records, known from their number and from records spread over them.
-
-    Records that are drawn anew at each load are compared under the same random numbers.
-    """
+    """Equal for equal records, known from their number and from records spread over them."""
     chosen = range(0, len(data), max(1, len(data) // _RECORDS))
-
-    def once() -> str:
-        with randomness_kept():
-            seed_dropout(0)
-            return digest([data[index] for index in chosen], bytes.fromhex(salt))
-
-    found = once()
-    if found != once():
+    found = digest_of_some(data, chosen, bytes.fromhex(salt), seed=0)
+    if found is None:
         raise InvalidArgumentError(
             "budget",
             expected="records that load alike each time, by which a budget knows its data",

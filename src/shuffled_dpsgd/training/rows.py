@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.runtime.random_states import randomness_kept
+from shuffled_dpsgd.runtime.random_states import randomness_kept, seed_all
 from shuffled_dpsgd.training.data import MapStyle, PartLoader
 from shuffled_dpsgd.training.record_digest import row_digest
 from shuffled_dpsgd.training.units import Units
@@ -126,9 +126,11 @@ def _records(data: MapStyle) -> Iterator[tuple[int, Any]]:
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
     loader = PartLoader(data, list)
+    at_once = _AT_ONCE if loader.loads_many else 1
     with randomness_kept():
-        for start in range(0, total, _AT_ONCE):
-            some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
+        for start in range(0, total, at_once):
+            some = [i * stride % total for i in range(start, min(start + at_once, total))]
+            seed_all(0)  # Equal rows are augmented alike.
             yield from zip(some, loader.samples(some), strict=True)
             if time.monotonic() > until:
                 return

@@ -157,12 +157,14 @@ class LoaderCheck:
     def _stages(self, part: Part) -> list[_Stage]:
         """How a part is made, as far as several records come together in it."""
         loader, records = self._loader, list(part.records)
-        others = [self._draws.randrange(self._size) for _ in records]
+        drawn = self._draws.sample(range(self._size), min(2 * len(records), self._size))
+        # Where there are no others, records take each other's places.
+        others = [record for record in drawn if record not in records] or records
         samples = pool = self._samples(records)
         if part.length is None:
             # A record that is not in the batch may be too long for it, or one that fails to load.
             with suppress(Exception):
-                pool = [*samples, *self._samples(others)]
+                pool = self._samples(others)
         made = [
             _Stage(
                 name="collate",
@@ -173,7 +175,7 @@ class LoaderCheck:
         ]
         if loader.loads_many:
             # Without it, records are loaded one by one.
-            load = _Stage(name="data", make=loader.samples, items=records, pool=records + others)
+            load = _Stage(name="data", make=loader.samples, items=records, pool=others)
             made.insert(0, load)
         return made
 
@@ -233,8 +235,9 @@ class LoaderCheck:
             len(stage.items),
         )
         one = self._made(stage, stage.items, seed, states)
-        pick = self._draws.choice
-        items = [pick(stage.pool) if at in places else item for at, item in enumerate(stage.items)]
+        times = -(-size // len(stage.pool))
+        others = self._draws.sample(stage.pool * times, size)
+        items = [others[at] if at in places else item for at, item in enumerate(stage.items)]
         try:
             two = self._made(stage, items, seed, states)
         except Exception:  # What is told of records that do not belong together is no finding.

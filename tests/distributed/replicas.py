@@ -449,3 +449,30 @@ def faulty_exchange(fault: str) -> None:
 
     exchange.reduce = bent
     run(private, case)
+
+
+def mechanisms() -> dict[str, Any]:
+    """Units, a largest batch, and banded noise, by the run's own sampler."""
+    case = mlp_case(torch.float64)
+    settings: dict[str, dict[str, Any]] = {
+        "units": {
+            "unit": [record // 3 for record in range(RECORDS)],
+            "records_per_unit": 2,
+            "dataset_size": math.ceil(RECORDS / 3),
+        },
+        "largest batch": {"largest_batch": 8},
+        "banded": {"noise": "banded", "bands": 2, "shuffle": "off"},
+    }
+    found = {}
+    for name, changes in settings.items():
+        private = start(case, **changes)
+        private.sampler = PoissonSampler(
+            dataset_size=private.plan.dataset_size,
+            sampling_prob=private.plan.sampling_prob,
+            streams=private.streams,
+            largest_batch=private.plan.largest_batch,
+            bands=private.plan.bands,
+        )
+        run(private, case)
+        found[name] = weights(private.model)
+    return found

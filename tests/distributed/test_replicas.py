@@ -88,3 +88,13 @@ def test_compiled_models(launcher: Launcher) -> None:
     for one in launcher.run(HERE, "compiled_steps", ranks=2):
         for name, tensor in alone.items():
             assert torch.allclose(one[name], tensor, rtol=0, atol=1e-9), name
+
+
+def test_units_cuts_and_banded_noise_do_not_depend_on_the_number_of_ranks(
+    launcher: Launcher,
+) -> None:
+    (alone,) = launcher.run(HERE, "mechanisms", ranks=1)
+    for one in launcher.run(HERE, "mechanisms", ranks=2):
+        for name, expected in alone.items():
+            for parameter, tensor in expected.items():
+                assert torch.allclose(one[name][parameter], tensor, rtol=1e-9, atol=1e-9), name

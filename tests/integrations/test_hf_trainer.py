@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,19 @@ def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
     assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
     assert read_card(tmp_path) == trainer.card()
     assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
+
+
+def test_units_are_drawn_by_the_column_that_names_them(tmp_path: Path) -> None:
+    owned = [row | {"owner": index // 3} for index, row in enumerate(records())]
+    wanted = privacy(unit="owner", records_per_unit=2, expected_batch_size=4)
+    trainer = build(tmp_path, data=owned, privacy=wanted, arguments={"max_steps": 2})
+    trainer.train()
+    plan, card = trainer.private.plan, trainer.card()
+    assert plan.dataset_size == math.ceil(NUM_RECORDS / 3)
+    assert plan.num_steps == trainer.private.ledger.spent == 2
+    assert card.subject["unit"].startswith("one owner: all of its records together")
+    with pytest.raises(InvalidArgumentError, match="a column of the data"):
+        build(tmp_path / "b", privacy=wanted).train()
 
 
 def test_two_trainers_on_one_budget(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data.loading import Continuation, read_texts
 from shuffled_dpsgd.tasks.run import execute, prepare
+from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity, uses_token_types
 from shuffled_dpsgd.tasks.tokens import (
@@ -170,6 +172,25 @@ def test_the_number_of_classes_is_stated(
     model = "bert-tiny" if layout == "sst2" else "vit-tiny"
     with pytest.raises(InvalidArgumentError, match=match):
         build_task(config_for(task, model, layout, data, **stated))
+
+
+def test_a_file_says_whose_a_record_is(tmp_path: Path) -> None:
+    for split in ("train", "dev"):
+        rows = [f"film {i},{i % 2},p{i // 4}" for i in range(24)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label,owner", *rows]) + "\n")
+    own: dict[str, Any] = {"text_columns": ["text"], "num_labels": 2}
+    config = config_for("text-classification", "bert-tiny", "csv", tmp_path, **own)
+    units = replace(config.privacy, unit="owner", records_per_unit=2)
+    task = build_task(replace(config, privacy=units))
+    assert (task.dataset_size, len(task.train_data)) == (6, 24)
+    changed = replace(config, privacy=units)
+    private = start_private(changed, task.model, dataset_size=task.dataset_size, units=task.units)
+    for batch in private.batches(task.train_data, collate=task.collate):
+        private.backward(task.losses(task.model, batch))
+        private.step()
+    assert private.ledger.spent == 2
+    with pytest.raises(InvalidArgumentError, match=r"privacy\.records_per_unit"):
+        start_private(changed, task.model, dataset_size=6)
 
 
 def test_classes_of_an_own_file_may_have_names(tmp_path: Path) -> None:

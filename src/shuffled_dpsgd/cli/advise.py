@@ -143,6 +143,14 @@ def _print(advice: Advice, *, as_json: bool) -> None:
         "Signal to noise is an upper bound, reached if all gradients agree; in practice it is "
         "several times smaller."
     )
+    if advice.alternatives:
+        rows = [
+            (each.change, f"{each.noise:.2f}", f"{each.records:.3g}", each.note)
+            for each in advice.alternatives
+        ]
+        console.print("Of this plan's, at the same ε (proven; public sizes alone):")
+        names = ("what else", "noise in the last weights", "records computed", "")
+        console.print(table(names, rows, words=("what else", ""), **style))
     for line in _suggestions(advice):
         console.print(f"· {line}")
 

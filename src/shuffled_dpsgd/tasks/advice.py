@@ -21,6 +21,7 @@ from shuffled_dpsgd.tasks.models import choose_trained, describe_choices, simple
 from shuffled_dpsgd.tasks.results import count_parameters
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd.tasks.task import build_task
+from shuffled_dpsgd.training.alternatives import Alternative, alternatives
 from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.prospect import (
     Needs,
@@ -63,7 +64,8 @@ class Preview:
     """A plan and its claims. `memory_bytes` does not include activations.
 
     `chosen` says what the method chose where the file was silent. `simpler` has the keys and the
-    number of weights of a simpler model, if there is one.
+    number of weights of a simpler model, if there is one; `embeddings` are trained weights of
+    embedding tables.
     """
 
     plan: PrivacyPlan
@@ -74,6 +76,7 @@ class Preview:
     memory_bytes: int
     chosen: str | None = None
     simpler: tuple[str, int] | None = None
+    embeddings: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; every ε beside its kind. σ of the rest is σ0 where a block is shuffled."""
@@ -118,6 +121,7 @@ class Advice:
     learning_rate: float | None = None
     preview: Preview | None = None
     units: UnitComparison | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def simpler(self) -> Simpler | None:
@@ -142,6 +146,7 @@ class Advice:
             "explanation": self.now.explanation,
             "other_batches": [other.to_json() for other in self.batches],
             "twice_as_long": None if self.twice_as_long is None else self.twice_as_long.to_json(),
+            "alternatives": [each.to_json() for each in self.alternatives],
             "needed_alone": asdict(self.needs),
             "units": None if self.units is None else self.units.to_json(),
             "simpler_model": None if self.simpler is None else self.simpler.to_json(),
@@ -212,6 +217,11 @@ def _preview(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:
         memory_bytes=_FLOAT_BYTES * weights,
         chosen=describe_choices(config, model),
         simpler=simpler_model(config, model),
+        embeddings=sum(
+            table.weight.numel()
+            for table in model.modules()
+            if isinstance(table, nn.Embedding) and table.weight.requires_grad
+        ),
     )
 
 
@@ -230,8 +240,10 @@ def _advice(
     """Neighbouring plans are priced at the certified ε; without one there are none."""
     target = epsilon if math.isfinite(now.over_run) else None
     batches: tuple[Prospect, ...] = ()
-    twice = None
+    twice, more = None, tuple[Alternative, ...]()
     if target is not None:
+        embeddings = 0 if preview is None else preview.embeddings
+        more = tuple(alternatives(now, epsilon=target, delta=delta, embeddings=embeddings))
         batches = tuple(other_batches(now, epsilon=target, delta=delta))
         twice = longer(now, epsilon=target, delta=delta)
     return Advice(
@@ -242,6 +254,7 @@ def _advice(
         twice_as_long=twice,
         needs=needs_of(now, epsilon=target, delta=delta),
         preview=preview,
+        alternatives=more,
     )
 
 

@@ -64,7 +64,7 @@ def join_ranks(
             expected="'shuffled' with several ranks",
             got=plan.noise_frame,
             remedy="each rank noises its own coordinates, which a frame would move to others: run "
-            "this comparison in one process",
+            "it in one process; banded noise takes shuffle='off' or 'at-release' there",
         )
     agree(world, _facts(model, optimizer, plan, spec), remedy=_REMEDY)
     send_first(world, [*([] if sharding else model.parameters()), *model.buffers()])

@@ -1,0 +1,101 @@
+"""What else a plan could do about its noise: one table, all at the same certified ε.
+
+Each row has the noise in the last weights over the way that the gradients have gone, in units of
+this plan's, at a constant rate and as if gradients agreed; and the records computed, in units of
+this plan's. From public sizes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shuffled_dpsgd.accounting import calibrate_certified
+from shuffled_dpsgd.accounting.banded import banded_noise
+from shuffled_dpsgd.training.prospect import Prospect, calibrated_prospect
+
+_FACTORS = (2, 4)
+_HEADROOM = 1.2
+# Rates that fall linearly have a mean square of 4/3 of the square of their mean.
+_FALLING = math.sqrt(4.0 / 3.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One row; `records` are those computed, of this plan's."""
+
+    change: str
+    noise: float
+    records: float
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def alternatives(
+    now: Prospect, *, epsilon: float, delta: float, embeddings: int = 0
+) -> Iterator[Alternative]:
+    """Every row that the sizes allow; `embeddings` are trained weights of embedding tables."""
+    batch, steps, size = now.expected_batch_size, now.num_steps, now.dataset_size
+    known: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "dataset_size": size}
+
+    def prospect(batch: int, steps: int) -> Prospect:
+        sizes = {"expected_batch_size": batch, "num_steps": steps, "dimension": now.dimension}
+        return calibrated_prospect(**known, **sizes)
+
+    plain = prospect(batch, steps)
+
+    def noise_of(other: Prospect) -> float:
+        return plain.over_run / other.over_run
+
+    for factor in _FACTORS:
+        if factor * batch <= size:
+            yield Alternative(
+                change=f"{factor} times the batch, as many steps",
+                noise=noise_of(prospect(factor * batch, steps)),
+                records=factor,
+            )
+    for factor in _FACTORS:
+        if factor * batch <= size and factor < steps:
+            yield Alternative(
+                change=f"{factor} times the batch, 1/{factor} of the steps",
+                noise=noise_of(prospect(factor * batch, steps // factor)),
+                records=factor * (steps // factor) / steps,
+                note="each step must go further",
+            )
+    rate = batch / size
+    found = banded_noise(epsilon=epsilon, delta=delta, sampling_prob=rate, num_steps=steps)
+    best = min(found, key=lambda each: each.ratio, default=None)
+    if best is not None:
+        gains = "" if best.ratio < 1.0 else "refused: it gains nothing here"
+        change = f'noise="banded", blocks of {best.bands}'
+        yield Alternative(change=change, noise=best.ratio, records=1.0, note=gains)
+    most = math.ceil(_HEADROOM * batch)
+    if most < size:
+        cut = calibrate_certified(
+            epsilon=epsilon, delta=delta, sampling_prob=rate, num_steps=steps, largest_batch=most,
+            dataset_size=size,
+        ).noise_multiplier  # fmt: skip
+        yield Alternative(
+            change=f"largest_batch={most}",
+            noise=cut / plain.noise_multiplier,
+            records=1.0,
+            note="batches of one shape",
+        )
+    yield Alternative(
+        change="rates that fall to zero, of the same sum",
+        noise=_FALLING,
+        records=1.0,
+        note="where the loss is flat; less than 1 where it pulls back",
+    )
+    if 0 < embeddings < now.dimension:
+        yield Alternative(
+            change='embeddings = "freeze"',
+            noise=math.sqrt(1.0 - embeddings / now.dimension),
+            records=1.0,
+            note=f"{embeddings:,} weights fewer",
+        )

@@ -65,3 +65,27 @@ def test_the_row_of_recurrent_layers_is_its_record() -> None:
             found = [each["throughput"][f"ours over {side}"] for each in entries]
             parts.append(f"{min(found):.{digits}f} to {max(found):.{digits}f}")
         assert row[column] == "; ".join(parts)
+
+
+def test_the_comparison_with_opake_is_its_record() -> None:
+    """In processor time, since the machine was busy with other programs."""
+    path = FOLDER / "reports" / "2026-11-19-cpu-opake.json"
+    core = {
+        (entry["workload"], entry["adapter"]): statistics.median(entry["core_seconds"])
+        for entry in json.loads(path.read_text(encoding="utf-8"))["measurements"]
+        if not entry["error"]
+    }
+
+    def of_plain(workload: str, adapter: str) -> str:
+        return f"{core[workload, 'plain'] / core[workload, adapter]:.2f}"
+
+    gpt, vit = "gpt2-small-8x64", "own-vit-small-8x197"
+    (row,) = (row for row in ROWS if path.name in row[7])
+    assert row[4] == f"{of_plain(gpt, 'ours')}; {of_plain(vit, 'ours')}"
+    assert row[5] == f"{core[gpt, 'opacus:ghost'] / core[gpt, 'ours']:.1f}; fails"
+    assert row[3].endswith(f"{of_plain(gpt, 'opake')}; {of_plain(vit, 'opake')}")
+    page = " ".join((FOLDER.parent / "README.md").read_text(encoding="utf-8").split())
+    ghost = of_plain(gpt, "opacus:ghost")
+    assert f"GPT-2 is at {of_plain(gpt, 'ours')} of plain (Opake {of_plain(gpt, 'opake')}" in page
+    assert f"Opacus ghost {ghost}), one of a small ViT at {of_plain(vit, 'ours')}" in page
+    assert f"(Opake {of_plain(vit, 'opake')})" in page

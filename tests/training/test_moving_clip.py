@@ -92,7 +92,7 @@ def test_noise_reaches_the_count_and_its_bound_is_the_joint_one() -> None:
     run = private(clip_quantile=0.5)
     stds: list[dict[str, float]] = []
     add = GaussianNoise().add_
-    run.mechanism._noise = type(  # type: ignore[attr-defined]
+    run.mechanism.noise = type(  # type: ignore[attr-defined]
         "Watched",
         (),
         {"add_": lambda _, sums, given, **rest: (stds.append(given), add(sums, given, **rest))[1]},
@@ -125,6 +125,7 @@ def test_what_cannot_be_is_refused() -> None:
     for options, match in (
         ({"clip": "automatic"}, "clip_quantile: expected flat"),
         ({"shuffle": "every-step", "noise_frame": "unshuffled"}, "expected shuffled"),
+        ({"noise": "banded", "bands": 2}, "expected independent"),
         ({"accounting": "paper", "batch_clip_norm": 1.0, "unshuffled_noise_multiplier": 1.0},
          "clip_quantile: expected certified or rdp"),
         ({"method": "non-private", "noise_multiplier": None}, "clip_norm: expected a clip to"),

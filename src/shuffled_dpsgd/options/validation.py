@@ -100,8 +100,10 @@ def check_budget(budget: Budget) -> None:
         raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
     if budget.clip_quantile is not None:
         _demand(math.isfinite(budget.clip_norm), "clip_norm", "a clip to start from", math.inf)
-        if budget.noise_frame != "shuffled":
-            raise _clash("clip_quantile", f"noise_frame={budget.noise_frame!r}", "shuffled")
+        # Noise that comes back in a later step would come back at another clip.
+        for name, wanted in (("noise_frame", "shuffled"), ("noise", "independent")):
+            if getattr(budget, name) != wanted:
+                raise _clash("clip_quantile", f"{name}={getattr(budget, name)!r}", wanted)
         if budget.accounting == "paper":
             raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
     _check_paper(budget)

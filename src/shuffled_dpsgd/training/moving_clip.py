@@ -89,8 +89,10 @@ class MovingClip:
             InvalidArgumentError: the clip follows the norms, or a step has begun.
         """
         require_positive("clip_norm", clip_norm)
-        if self._share or self._rows or not math.isfinite(self._plan.clip_norm):
-            got = "clip_quantile" if self._share else "a step that has begun, or no clip"
+        fixed = self._plan.bands > 1 or not math.isfinite(self._plan.clip_norm)
+        if self._share or self._rows or fixed:
+            got = "clip_quantile" if self._share else "a step that has begun"
+            got = "banded noise, or no clip" if fixed else got
             raise InvalidArgumentError(
                 "clip_norm", expected="a clip that is yours to set, between two steps", got=got
             )

@@ -43,8 +43,6 @@ def words_of(record: Record) -> str:
     extra = []
     if record["mode"] == "one-run" and not record["setting"].get("other_records", True):
         extra.append("canaries alone")
-    if record.get("fit_steps"):
-        extra.append("initial weights fitted")
     return ", ".join([model, KINDS[record["mode"]], *extra])
 
 

@@ -39,8 +39,9 @@ from shuffled_dpsgd.auditing.input_canaries import (
     losses_of,
     plant,
 )
-from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
+from shuffled_dpsgd.auditing.run import claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
+from shuffled_dpsgd.auditing.target import AuditTarget
 from shuffled_dpsgd.auditing.verdict import require
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY

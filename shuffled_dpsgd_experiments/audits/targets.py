@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from shuffled_dpsgd.auditing.run import AuditTarget
+from shuffled_dpsgd.auditing.target import AuditTarget
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks import digits
-from shuffled_dpsgd.tasks.audited import prepared_task, target_of
+from shuffled_dpsgd.tasks import build_task, digits
+from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.training import make_private
@@ -52,7 +52,7 @@ def black_box_target(
             got=config.privacy.budget,
             remedy="it shows losses of records, which carry no noise, so no budget covers it",
         )
-    task = prepared_task(config)
+    task = build_task(config)
     return starts_of(config, task.model), target_of(config, task)
 
 

@@ -33,6 +33,7 @@ from auditing.known import (
 )
 from shuffled_dpsgd.auditing.canary_run import STEP_BY_STEP, CanaryRun
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OneRunFDP, OrderStatistics
+from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -109,18 +110,15 @@ def real_run(seed: int) -> CanaryRun:
     data = torch.utils.data.TensorDataset(
         torch.randn(16, 6, generator=generator), torch.randint(3, (16,), generator=generator)
     )
-    run = CanaryRun(
+    target = AuditTarget(
         start=start,
         data=data,
         losses=lambda model, batch: torch.nn.functional.cross_entropy(
             model(batch[0]), batch[1], reduction="none"
         ),
-        collate=None,
-        num_gradient_canaries=40,
-        num_input_canaries=0,
-        input_canary="mislabelled",
-        seed=seed,
     )
+    setting = RunSetting(num_gradient_canaries=40, num_input_canaries=0, seed=seed)
+    run = CanaryRun(target, setting)
     run.train()
     run.private.close()
     return run

@@ -13,7 +13,8 @@ from auditing.planted import bent_noise
 from shuffled_dpsgd.auditing import alignment, canary_run
 from shuffled_dpsgd.auditing.alignment import Realignment
 from shuffled_dpsgd.auditing.canary_run import STEP_ASSUMPTIONS, STEP_BY_STEP, CanaryField
-from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
+from shuffled_dpsgd.auditing.run import audit_one_run
+from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting
 from shuffled_dpsgd.auditing.verdict import AuditReport
 from shuffled_dpsgd.permutation import identity
 from shuffled_dpsgd.training import make_private
@@ -83,16 +84,11 @@ def test_it_comes_near_the_certified_claim_and_says_what_it_assumes() -> None:
 
 def test_the_scores_are_canary_and_noise_and_nothing_of_the_records() -> None:
     """Without noise they are one and zero, though records are in the sums."""
-    run = canary_run.CanaryRun(
-        start=lambda size: start(size, noise_multiplier=1e-4),
-        data=DATA,
-        losses=losses,
-        collate=None,
-        num_gradient_canaries=50,
-        num_input_canaries=0,
-        input_canary="mislabelled",
-        seed=0,
+    target = AuditTarget(
+        start=lambda size: start(size, noise_multiplier=1e-4), data=DATA, losses=losses
     )
+    setting = RunSetting(num_gradient_canaries=50, num_input_canaries=0)
+    run = canary_run.CanaryRun(target, setting)
     run.train()
     pair = run.evidence()[0].scores
     np.testing.assert_allclose(pair.present, 1.0, atol=1e-3)
@@ -181,16 +177,9 @@ def test_scores_that_depend_on_each_other_are_refused(
     ],
 )
 def test_a_run_whose_claim_is_not_proven_is_refused(options: dict, reason: str) -> None:
-    run = canary_run.CanaryRun(
-        start=lambda size: start(size, **options),
-        data=DATA,
-        losses=losses,
-        collate=None,
-        num_gradient_canaries=20,
-        num_input_canaries=0,
-        input_canary="mislabelled",
-        seed=0,
-    )
+    target = AuditTarget(start=lambda size: start(size, **options), data=DATA, losses=losses)
+    setting = RunSetting(num_gradient_canaries=20, num_input_canaries=0)
+    run = canary_run.CanaryRun(target, setting)
     assert any(reason in why for why in run.why_not_step_by_step)
 
 

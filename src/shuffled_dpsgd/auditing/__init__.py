@@ -3,12 +3,13 @@
     estimators/         scores -> lower bounds on ε; no torch
     axis                what is planted on one permuted axis, and what reads it
     step, composition   one step, or a whole run, in isolation: no model
+    target              what is audited, how much is spent on it, and its budget
     run                 audits of real training, built from
         probes, model_attacks, updates   many releases of one step of a run
         canary_run, input_canaries       one run with many canaries
         alignment, taps                  undoing the shuffle; putting canaries into a run
     membership          what the loss of planted records tells
-    sensitivity, checks replayed neighbours, and tests of the sampler
+    sensitivity, checks replayed neighbours, and how checks are reported
     verdict, reach, plots   what was found, how far it reaches, judged and drawn
 
 Nothing is imported here: `audit step` needs neither torch nor a model.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +27,13 @@ from torch.utils.data import default_collate
 from shuffled_dpsgd.auditing.alignment import ShuffleFollower, realign
 from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, Leaving, losses_of, plant
+from shuffled_dpsgd.auditing.input_canaries import Extended, Leaving, losses_of, plant
 from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, tap, train, trainable
+from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting
 from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors
-from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.metrics import Release
-from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
 
 WHOLE = 1e-3
@@ -101,47 +99,41 @@ class CanaryField:
 class CanaryRun:
     """Trains once; `evidence()` afterwards holds one entry per threat model."""
 
-    def __init__(
-        self,
-        *,
-        start: Callable[[int], PrivateTraining],
-        data: MapStyle,
-        losses: PerSampleLoss,
-        collate: Callable[[list[Any]], Any] | None,
-        num_gradient_canaries: int,
-        num_input_canaries: int,
-        input_canary: InputCanary,
-        seed: int,
-        other_records: bool = True,
-    ) -> None:
-        self._rng = np.random.default_rng([seed, 4])
-        self._losses, self._collate = losses, collate or default_collate
-        self.input_name = f"{input_canary} input"
-        self.private = private = start(len(data) + num_input_canaries)
-        self._inputs = plant(input_canary, data, num_input_canaries, self._rng, private.model)
+    def __init__(self, target: AuditTarget, setting: RunSetting) -> None:
+        self._target, self._rng = target, np.random.default_rng([setting.seed, 4])
+        self.input_name = f"{setting.input_canary} input"
+        count = setting.num_gradient_canaries
+        self.private = private = target.start(len(target.data) + setting.num_input_canaries)
+        self._inputs = plant(
+            setting.input_canary,
+            target.data,
+            setting.num_input_canaries,
+            self._rng,
+            private.model,
+        )
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
-        self._data = Extended(data, self._inputs)
-        left_out = len(data) + np.flatnonzero(~self._inputs_in)
-        if not other_records:
-            left_out = np.concatenate([np.arange(len(data)), left_out])
+        self._data = Extended(target.data, self._inputs)
+        left_out = len(target.data) + np.flatnonzero(~self._inputs_in)
+        if not setting.other_records:
+            left_out = np.concatenate([np.arange(len(target.data)), left_out])
         self._left_out = left_out
         private.sampler = Leaving(private.sampler, left_out)
         plan = private.plan
         self._shuffle = ShuffleFollower(private)
         self._initial = trainable(private.model)
-        self._field = CanaryField(self._initial, num_gradient_canaries, self._rng)
-        self.included = self._rng.random(num_gradient_canaries) < 0.5
-        self._joined = np.zeros(num_gradient_canaries, dtype=bool)
+        self._field = CanaryField(self._initial, count, self._rng)
+        self.included = self._rng.random(count) < 0.5
+        self._joined = np.zeros(count, dtype=bool)
         sigma = plan.smallest_noise_multiplier
         quiet = [block for block in plan.blocks if block.noise_multiplier == sigma]
         self._quiet_blocks = {block.name for block in quiet}
         self._quiet = frozenset(name for block in quiet for name in block.parameters)
-        everything = self._field.sum_of(np.ones(num_gradient_canaries, dtype=bool))
+        everything = self._field.sum_of(np.ones(count, dtype=bool))
         self._quiet_norms = np.sqrt(self._field.read(everything, self._quiet))
-        self._of_records = np.zeros(num_gradient_canaries)
+        self._of_records = np.zeros(count)
         self._steps: dict[bool, list[Floats]] = {True: [], False: []}
         self._faults = Counter[str]()
-        self.iterate_scores = np.zeros(num_gradient_canaries)
+        self.iterate_scores = np.zeros(count)
         self._recorder = tap(private, self._injected)
 
     def train(self, on_progress: OnProgress | None = None) -> None:
@@ -149,8 +141,8 @@ class CanaryRun:
         train(
             self.private,
             self._data,
-            self._losses,
-            self._collate,
+            self._target.losses,
+            self._target.collate,
             watch=self._observe,
             on_progress=on_progress,
         )
@@ -223,14 +215,15 @@ class CanaryRun:
 
     def queried(self, private: PrivateTraining) -> Inclusion:
         """The loss of every input canary under the model of a run, negated, and who was in."""
-        losses = losses_of(private, self._inputs, self._losses, self._collate)
+        collate = self._target.collate or default_collate
+        losses = losses_of(private, self._inputs, self._target.losses, collate)
         return Inclusion(scores=-losses, included=self._inputs_in)
 
     def queried_after(self, start: Callable[[int], PrivateTraining]) -> Inclusion:
         """The same after another run on the same records, with the same canaries left out."""
         other = start(len(self._data))
         other.sampler = Leaving(other.sampler, self._left_out)
-        train(other, self._data, self._losses, self._collate)
+        train(other, self._data, self._target.losses, self._target.collate)
         other.release()
         found = self.queried(other)
         other.close()

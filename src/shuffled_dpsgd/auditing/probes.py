@@ -7,8 +7,6 @@ out is what an adversary of that step would see; all values are in units of `cli
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +21,6 @@ from shuffled_dpsgd.auditing.updates import RewoundOptimizer
 from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw
 from shuffled_dpsgd.training.private import PrivateTraining
-
-LEAST_OBSERVATIONS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +125,14 @@ def probe(
     attacks: Sequence[ModelAttack],
     *,
     count: int,
-    max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Evidence]:
     """`count` releases without and with each attack's canary, read by that attack.
 
     The releases without a canary are shared by all attacks, those with by attacks on the same one.
-    After `max_seconds` no further ones are made. When to stop is decided by the clock, and not by
-    what was read, so the scores are as independent as ever and every bound keeps its level.
     """
     out: list[list[float]] = [[] for _ in attacks]
     present: list[list[float]] = [[] for _ in attacks]
-    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
     for done in range(1, count + 1):
         plain = prober.release(None)
         marked: dict[int, Seen] = {}
@@ -153,8 +145,6 @@ def probe(
             present[index].append(attack.read(marked[key]))
         if on_progress is not None:
             on_progress(done, count)
-        if time.monotonic() > deadline and done >= LEAST_OBSERVATIONS:
-            break
     return [
         Evidence(
             adversary=attack.name,

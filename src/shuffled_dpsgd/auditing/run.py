@@ -8,9 +8,8 @@ threat model in turn which of them were there (Steinke et al. 2023; Mahloujifar 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,73 +17,20 @@ import numpy as np
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.auditing.canary_run import CanaryRun
 from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair, area_of
-from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind, plant
+from shuffled_dpsgd.auditing.input_canaries import plant
 from shuffled_dpsgd.auditing.membership import Membership
 from shuffled_dpsgd.auditing.model_attacks import record_attack, step_attacks
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import reach_of
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_note
 from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require
+from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting, count_in_budget
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.card import AuditedBound
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.record_digest import data_mark
 from shuffled_dpsgd.training.spending import paper_estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditTarget:
-    """What is audited: how to start a fresh run on a data set of a given size, and its records.
-
-    `start_plain` starts the same run with neither clip nor noise, which membership is compared
-    with. `budget` is the file in which an audit of these records counts itself.
-    """
-
-    start: Callable[[int], PrivateTraining]
-    start_plain: Callable[[int], PrivateTraining] | None = None
-    data: MapStyle
-    losses: PerSampleLoss
-    collate: Callable[[list[Any]], Any] | None = None
-    budget: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSetting:
-    """How much is spent on an audit.
-
-    `warmup_steps` of real training precede a step audit; `num_gradient_canaries` and
-    `num_input_canaries` are planted in a one-run audit; a step audit takes one record as a canary
-    unless they are zero. Without `other_records` canaries alone take part in a one-run audit, the
-    worst case of the definition. `fit_steps` records how long the target's initial weights were
-    fitted to its records before. A step audit makes no more releases after `max_seconds` of them.
-    """
-
-    num_observations: int = 500
-    warmup_steps: int = 5
-    num_gradient_canaries: int = 500
-    num_input_canaries: int = 100
-    input_canary: InputCanary = "mislabelled"
-    other_records: bool = True
-    fit_steps: int = 0
-    max_seconds: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_kind(self.input_canary)
-        require(
-            self,
-            num_observations=20,
-            warmup_steps=0,
-            num_gradient_canaries=2,
-            num_input_canaries=0,
-            fit_steps=0,
-        )
 
 
 def audit_steps(
@@ -104,7 +50,7 @@ def audit_steps(
     private = target.start(len(target.data))
     plan = private.plan
     steps = min(setting.warmup_steps, plan.num_steps)
-    ended = _count_in_budget(target, setting, plan, steps=steps)
+    ended = count_in_budget(target, setting, plan, steps=steps)
     if steps:
         train(private, target.data, target.losses, target.collate, num_steps=steps)
         ended()
@@ -116,7 +62,6 @@ def audit_steps(
         Prober(private, seed=setting.seed),
         attacks,
         count=setting.num_observations,
-        max_seconds=setting.max_seconds,
         on_progress=on_progress,
     )
     private.close()
@@ -150,20 +95,10 @@ def audit_one_run(
 ) -> AuditReport:
     """Train once with canaries, to the end of the plan, and let every threat model guess them."""
     started = time.perf_counter()
-    run = CanaryRun(
-        start=target.start,
-        data=target.data,
-        losses=target.losses,
-        collate=target.collate,
-        num_gradient_canaries=setting.num_gradient_canaries,
-        num_input_canaries=setting.num_input_canaries,
-        input_canary=setting.input_canary,
-        other_records=setting.other_records,
-        seed=setting.seed,
-    )
+    run = CanaryRun(target, setting)
     plan = run.private.plan
     steps = plan.num_steps if setting.other_records else 0
-    ended = _count_in_budget(target, setting, plan, steps=steps)
+    ended = count_in_budget(target, setting, plan, steps=steps)
     run.train(on_progress)
     ended()
     noise = OrderStatistics(
@@ -260,32 +195,6 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
         )
         for attack, bound in strongest
     )
-
-
-def _count_in_budget(
-    target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
-) -> Callable[[], object]:
-    """Write an audit whose run takes so many steps with the records into their budget.
-
-    What it returns is called when the run has ended.
-    """
-    if target.budget is None:
-        return lambda: None
-    if setting.num_input_canaries or setting.fit_steps:
-        raise InvalidArgumentError(
-            "budget",
-            expected="gradient canaries alone, and initial weights that never saw the records",
-            got=f"{setting.num_input_canaries} input canaries, {setting.fit_steps} fit steps",
-            remedy="what copies of records and fitted weights show has no noise: leave them out "
-            "with --input-canaries 0",
-        )
-    if not steps:
-        return lambda: None
-    file = BudgetFile(target.budget)
-    salt = file.read().salt
-    entry = counted(plan, name=f"audit, {setting.num_gradient_canaries} canaries", salt=salt)
-    file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
-    return partial(file.note, entry.identity, steps)
 
 
 def _record_attacks(

@@ -190,7 +190,6 @@ def run(
     input_canaries: opt.InputCanaries = 100,
     input_canary: opt.InputCanary = "mislabelled",
     other_records: opt.OtherRecords = True,
-    fit_steps: opt.FitSteps = 0,
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
     output: opt.Output = None,
@@ -201,7 +200,8 @@ def run(
     Example: shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10
     """
     from shuffled_dpsgd.auditing.estimators.scores import check_levels
-    from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
+    from shuffled_dpsgd.auditing.run import audit_one_run, audit_steps
+    from shuffled_dpsgd.auditing.target import RunSetting
     from shuffled_dpsgd.tasks.audited import audit_target
 
     if mode not in MODES:
@@ -212,7 +212,6 @@ def run(
         num_input_canaries=input_canaries,
         input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
         other_records=other_records,
-        fit_steps=fit_steps,
         seed=seed,
     )
     chosen = chosen_config(
@@ -231,7 +230,7 @@ def run(
         # What a budget covers must not rest on a seed that the report shows.
         chosen = replace(chosen, seed=secrets.randbits(62))
     check_levels(delta=0.0, confidence=confidence)
-    target = audit_target(chosen, fit_steps=fit_steps)
+    target = audit_target(chosen)
     audit = audit_steps if mode == "step" else audit_one_run
     with progress(quiet=as_json) as on_progress:
         report = audit(target, setting, confidence=confidence, on_progress=on_progress)
@@ -258,7 +257,7 @@ def run_folder(
 
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
-    from shuffled_dpsgd.auditing.run import RunSetting
+    from shuffled_dpsgd.auditing.target import RunSetting
     from shuffled_dpsgd.tasks.audited import audit_folder, write_audited_card
 
     setting = RunSetting(

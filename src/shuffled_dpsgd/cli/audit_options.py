@@ -39,12 +39,6 @@ ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --c
 Mode = Annotated[
     str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
 ]
-FitSteps = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Fit the initial weights to the records first, without privacy: the worst case."
-    ),
-]
 OtherRecords = Annotated[
     bool,
     typer.Option(help="one-run: without them canaries take part alone, the worst data set."),

@@ -20,13 +20,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import default_collate
-
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
 from shuffled_dpsgd.auditing.membership import Membership
-from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, card_bounds
+from shuffled_dpsgd.auditing.run import audit_one_run, card_bounds
 from shuffled_dpsgd.auditing.taps import OnProgress
+from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting
 from shuffled_dpsgd.auditing.verdict import AuditReport, ThreatModel
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
@@ -35,10 +33,9 @@ from shuffled_dpsgd.reports import card_fragment, card_page
 from shuffled_dpsgd.reports.page import table
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
-from shuffled_dpsgd.tasks.start import chosen_device, start_private
+from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.tasks.task import Task, build_task
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
-from shuffled_dpsgd.training.data import shaped, to_device
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.saved_card import read_card
 
@@ -60,47 +57,11 @@ WITHOUT_PRIVACY: dict[str, Any] = {
     "shuffle": "off",
     "noise_frame": "shuffled",
 }
-FIT_RATE, FIT_BATCH = 1e-3, 64
 
 
-def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
-    """The configured task, its initial weights fitted to its records for so many steps first."""
-    task = build_task(config)
-    if fit_steps:
-        task.model.to(chosen_device(config.training.device))
-        fit_to_records(task, num_steps=fit_steps, seed=config.init_seed)
-    return task
-
-
-def fit_to_records(task: Task, *, num_steps: int, seed: int) -> None:
-    """Fit the trainable weights to the records, without privacy: the worst case for an audit.
-
-    A guarantee holds for any initial weights, so an auditor may choose them. Weights that fit the
-    records have small gradients, among which a canary stands out (Annamalai & De Cristofaro, 2024).
-    They are never released.
-    """
-    model, data, mode = task.model, task.train_data, task.model.training
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=FIT_RATE)
-    model.train()
-    for _ in range(num_steps):
-        chosen = torch.randint(len(data), (min(FIT_BATCH, len(data)),), generator=generator)
-        batch = (task.collate or default_collate)([data[int(i)] for i in chosen])
-        optimizer.zero_grad(set_to_none=True)
-        task.losses(model, to_device(shaped(batch), device)).mean().backward()
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    model.train(mode)
-
-
-def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
-    """Fresh runs of the configured task, each from a copy of the same initial weights.
-
-    With `fit_steps`, these are first fitted to the records for so many steps: the worst case.
-    """
-    return target_of(config, prepared_task(config, fit_steps=fit_steps))
+def audit_target(config: RunConfig) -> AuditTarget:
+    """Fresh runs of the configured task, each from a copy of the same initial weights."""
+    return target_of(config, build_task(config))
 
 
 def target_of(config: RunConfig, task: Task) -> AuditTarget:

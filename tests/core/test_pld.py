@@ -197,7 +197,7 @@ def test_any_tilt_and_any_lattice_are_sound(tilt_factor: float, coarser: float) 
     ((low, high),) = frame.ranges
     frame = replace(frame, tilt=tilt_factor * frame.tilt, ranges=[(low, 0.95 * high)])
     spacing = coarser * spacing_for([steps], frame, 5e-5)
-    curve = compose([rounded_up(steps, frame.ranges[0], spacing)], frame)
+    curve = compose([rounded_up(steps, iter(frame.ranges), spacing)], frame)
     before = np.flatnonzero(curve.epsilons < row["epsilon"])
     assert not (curve.upper[before] <= row["delta"]).any()
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = {
     "step": "one step",
-    "runs": "repeated runs",
     "one-run": "one run",
     "black-box": "black box",
 }

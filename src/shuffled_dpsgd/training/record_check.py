@@ -239,6 +239,7 @@ class _Lists:
             for key, part in parts.items():
                 self._find(part, key if isinstance(key, str) else name, places, size, depth + 1)
             is_sized = hasattr(type(value), "__len__") and not isinstance(value, str | bytes)
+            is_sized &= getattr(value, "ndim", 1) != 0  # A tensor of one number has no length.
             if is_sized and met == self._met and not _is_index(value):
                 self.is_whole &= len(value) != size
 

@@ -33,7 +33,10 @@ class Workload:
         """One batch of random data, always the same."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.batch_size, self.length)
-        if self.family == "vit":
+        if self.family == "mlp":
+            inputs = {"x": torch.randn(shape, generator=generator)}
+            labels = torch.randint(NUM_CLASSES, shape[:1], generator=generator)
+        elif self.family == "vit":
             side = 16 * round((self.length - 1) ** 0.5)
             pixels = torch.randn(self.batch_size, 3, side, side, generator=generator)
             inputs = {"pixel_values": pixels}
@@ -85,6 +88,12 @@ def own_gpt(length: int, **sizes: int) -> nn.Module:
     return LanguageModel(max(1024, length), **sizes)
 
 
+def perceptron(length: int) -> nn.Module:
+    from benchmarks.handwritten import Perceptron
+
+    return Perceptron(length, NUM_CLASSES)
+
+
 SMALL_GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8192}
 SMALL_BERT = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -103,6 +112,11 @@ MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
         "gpt2",
         lambda length: own_gpt(length, width=256, depth=4, heads=4, vocabulary=8192),
     ),
+    "own-gpt-deep": (
+        "gpt2",
+        lambda length: own_gpt(length, width=64, depth=24, heads=2, vocabulary=1024),
+    ),
+    "mlp": ("mlp", perceptron),
     "own-vit-small": ("vit", lambda length: own_vit(length, width=192, depth=3, heads=3)),
 }
 HEADLINE = (
@@ -118,7 +132,9 @@ CPU = (
 )  # fmt: skip
 # Models that nobody tuned for.
 OWN = ("own-vit-128x197", "own-gpt-32x128")
-SUITES = {"headline": HEADLINE, "scaling": SCALING, "cpu": CPU, "own": OWN}
+# Batches of one, small and deep models, and steps that take as long as Python takes.
+SMALL = ("bert-small-1x64", "own-vit-small-1x197", "own-gpt-deep-8x16", "mlp-64x16")
+SUITES = {"headline": HEADLINE, "scaling": SCALING, "cpu": CPU, "own": OWN, "small": SMALL}
 # What a suite compares unless told otherwise; `opacus:hooks` beside all the others would not fit
 # into a GPU's memory.
 DEFAULT_ADAPTERS = {
@@ -126,6 +142,7 @@ DEFAULT_ADAPTERS = {
     "scaling": ("plain", "ours"),
     "cpu": ("plain", "ours", "opacus:ghost"),
     "own": ("plain", "plain:compiled", "ours", "ours:compiled"),
+    "small": ("plain", "ours", "training", "opacus:hooks"),
 }
 
 

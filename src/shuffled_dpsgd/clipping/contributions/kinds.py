@@ -15,7 +15,7 @@ All of them know their squared norms, their stored form, and their weighted sum 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,14 +28,6 @@ from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 
 class Contribution(Protocol):
     """Per-sample gradients of one parameter, from one call of one layer."""
-
-    def of_samples(self, samples: slice) -> Contribution:
-        """The same of some samples alone."""
-        ...
-
-    def rounding(self) -> Tensor:
-        """(B,) one rounding of the terms that are added up, which may cancel, in float64."""
-        ...
 
     def sq_norms(self) -> Tensor:
         """(B,) squared norms, float32 or float64."""
@@ -51,19 +43,6 @@ class Contribution(Protocol):
         A factor of zero contributes zero, whatever the sample holds.
         """
         ...
-
-
-def _ulp(tensor: Tensor) -> Tensor:
-    """(B,) lengths of rows, in units of their last place."""
-    return torch.finfo(tensor.dtype).eps * _lengths(tensor)
-
-
-def _lengths(tensor: Tensor) -> Tensor:
-    axes = tuple(range(1, tensor.dim()))
-    # Without another axis there is one number in each row; no axis would mean all of them.
-    if not axes:
-        return tensor.abs().double()
-    return torch.linalg.vector_norm(tensor, dim=axes, dtype=torch.float64)
 
 
 @full_float32()
@@ -85,12 +64,6 @@ class OuterGrad:
     right_BTC: Tensor
     route: NormMethod
 
-    def of_samples(self, samples: slice) -> OuterGrad:
-        return replace(self, left_BTR=self.left_BTR[samples], right_BTC=self.right_BTC[samples])
-
-    def rounding(self) -> Tensor:
-        return _ulp(self.left_BTR) * _lengths(self.right_BTC)
-
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
 
@@ -111,12 +84,6 @@ class RowsGrad:
     ids_BT: Tensor
     grad_BTD: Tensor
     padding_idx: int | None
-
-    def of_samples(self, samples: slice) -> RowsGrad:
-        return replace(self, ids_BT=self.ids_BT[samples], grad_BTD=self.grad_BTD[samples])
-
-    def rounding(self) -> Tensor:
-        return _ulp(self.grad_BTD)
 
     def sq_norms(self) -> Tensor:
         return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
@@ -145,15 +112,9 @@ class DenseGrad:
     grads_BS: Tensor
     squares_B: Tensor | None = None
 
-    def of_samples(self, samples: slice) -> DenseGrad:
-        return replace(self, grads_BS=self.grads_BS[samples], squares_B=None)
-
     def _rows(self) -> Tensor:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
-
-    def rounding(self) -> Tensor:
-        return _ulp(self.grads_BS)
 
     def sq_norms(self) -> Tensor:
         return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
@@ -173,15 +134,9 @@ class RowSumGrad:
 
     grad_BTP: Tensor
 
-    def of_samples(self, samples: slice) -> RowSumGrad:
-        return replace(self, grad_BTP=self.grad_BTP[samples])
-
     def _stored(self) -> Tensor:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32
         return self.grad_BTP.sum(1, dtype=wide)
-
-    def rounding(self) -> Tensor:
-        return _ulp(self.grad_BTP)
 
     def sq_norms(self) -> Tensor:
         return self._stored().square().sum(1)

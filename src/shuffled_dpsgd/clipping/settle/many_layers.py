@@ -56,8 +56,8 @@ class LinearLayer:
     transposed: bool
 
 
-class LinearRun:
-    """Linear layers of one shape and route, which share every launch."""
+class LinearLayers:
+    """Linear layers whose norms are found by one route; those of one shape share every launch."""
 
     def __init__(self, route: cost.NormMethod, layers: Sequence[LinearLayer]) -> None:
         self._norms = _LINEAR_NORMS[route]
@@ -70,11 +70,11 @@ class LinearRun:
 
     def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool) -> None:
         """Add all weighted sums, or write them where the sums are `new`."""
-        inputs, outputs = self._pairs[0][0].shape[2], self._pairs[0][1].shape[2]
         outs, biases = [], []
         for layer in self._layers:
-            total = sums[layer.weight]
-            outs.append(_matrix(total, inputs).mT if layer.transposed else _matrix(total, outputs))
+            rows = (layer.x_BTD if layer.transposed else layer.g_BTP).shape[2]
+            total = _matrix(sums[layer.weight], rows)
+            outs.append(total.mT if layer.transposed else total)
             biases.append(None if layer.bias is None else _vector(sums[layer.bias]))
         kernels.add_weighted_outer_sums(
             self._pairs, factors_B, outs, accumulate=not new, biases=biases
@@ -107,7 +107,7 @@ class ManyLayers:
         linear: dict[cost.NormMethod, list[LinearLayer]] = {}
         for group, entries in filed:
             self._sort(group, entries, linear)
-        self._linear = [run for route, layers in linear.items() for run in _runs(route, layers)]
+        self._linear = [LinearLayers(route, layers) for route, layers in linear.items()]
 
     def _sort(
         self,
@@ -212,14 +212,6 @@ def _linear_layer(parts: Sequence[Named]) -> LinearLayer:
     if bias is not None and bias.grad_BTP is right:
         return LinearLayer(left, right, weight, bias_name, transposed=True)
     return LinearLayer(right, left, weight, bias_name, transposed=False)
-
-
-def _runs(route: cost.NormMethod, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
-    """The layers of one route, sorted into runs of one shape, the same for norms and sums."""
-    pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
-    labels = [(layer.bias is None, layer.transposed) for layer in layers]
-    for run in kernels.alike(pairs, labels):
-        yield LinearRun(route, [layers[i] for i in run])
 
 
 def _add_matrices(

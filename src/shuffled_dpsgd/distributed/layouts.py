@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -112,30 +113,23 @@ class RowPieces:
         return rows_of_all
 
 
-# Tensors are sent together up to this many bytes, or one by one where they are larger.
+# Tensors are sent together in about as many bytes.
 _TOGETHER = 1 << 28
 
 
 @torch.no_grad()
 def send_first(world: World, tensors: Sequence[Tensor]) -> None:
     """Overwrite tensors with those of rank 0, of one type many at once. Collective."""
-    if world.size == 1:
-        return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        waiting: list[Tensor] = []
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        for index, tensor in enumerate(alike):
-            waiting.append(tensor)
-            if index + 1 < len(alike):
-                after = sum(each.nbytes for each in waiting) + alike[index + 1].nbytes
-                if after <= _TOGETHER:
-                    continue
-            flat = torch.cat([each.detach().reshape(-1) for each in waiting])
-            world.copy_first_(flat)
-            parts = flat.split([each.numel() for each in waiting])
-            for each, part in zip(waiting, parts, strict=True):
-                each.copy_(part.view(each.shape))
-            waiting = []
+    together: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    sent: Counter[torch.dtype] = Counter()
+    for tensor in tensors if world.size > 1 else ():
+        together.setdefault((tensor.dtype, sent[tensor.dtype] // _TOGETHER), []).append(tensor)
+        sent[tensor.dtype] += tensor.nbytes
+    for several in together.values():
+        flat = torch.cat([each.detach().reshape(-1) for each in several])
+        world.copy_first_(flat)
+        for each, part in zip(several, flat.split([e.numel() for e in several]), strict=True):
+            each.copy_(part.view(each.shape))
 
 
 def gather_whole(world: World, tensor: Tensor) -> Tensor:

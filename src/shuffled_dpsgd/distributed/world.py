@@ -157,10 +157,10 @@ class GroupWorld(World):
         return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def from_first(self, fact: Any) -> Any:
-        return pickle.loads(self._first_bytes(pickle.dumps(fact) if self.leads else b""))
+        return pickle.loads(self._gather_bytes(pickle.dumps(fact) if self.leads else b"")[0])
 
     def first_text(self, text: str) -> str:
-        return self._first_bytes(text.encode() if self.leads else b"").decode()
+        return self._gather_bytes(text.encode() if self.leads else b"")[0].decode()
 
     def is_any(self, flag: bool) -> bool:
         raised = torch.tensor([flag], dtype=torch.uint8)
@@ -263,16 +263,6 @@ class GroupWorld(World):
             if longest <= size:
                 return [*map(_unframed, found)]
             size = longest
-
-    def _first_bytes(self, own: bytes) -> bytes:
-        size = _FRAME
-        while True:
-            frame = _framed(own, size)
-            with self._expecting("a fact of rank 0"):
-                dist.broadcast(frame, group=self._facts, group_src=0)
-            if _length_in(frame) <= size:
-                return _unframed(frame)
-            size = _length_in(frame)
 
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from shuffled_dpsgd import make_private
+from shuffled_dpsgd import certified_claim, make_private
+from shuffled_dpsgd.auditing.estimators import ClopperPearson
+from shuffled_dpsgd.auditing.estimators.scores import ScorePair
 from shuffled_dpsgd.core.run import train
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import PrivateTraining, load_checkpoint, save_checkpoint
@@ -204,3 +206,40 @@ def test_a_backward_of_the_users_own_is_refused() -> None:
             private.step()
         break
     assert private.ledger.spent == 0
+
+
+def moved_by_a_unit(*, as_records: bool) -> float:
+    """How far leaving a unit of seven records out moves the sum, in units of the clip norm.
+
+    `as_records` plants the bug: each of its records is clipped and counted by itself.
+    """
+    case = mlp_case(torch.float64)
+    mine = [record for record, owner in enumerate(IDS) if owner == IDS[0]]
+    alone: dict[str, Any] = {"unit": "row", "records_per_unit": None, "dataset_size": 40}
+    sums = []
+    for is_left_out in (False, True):
+        model = case.make()
+        settings: dict[str, Any] = {"noise_multiplier": 0.0, "num_steps": 1, "clip_norm": 0.01}
+        private = private_run(
+            case, model, **settings, **(alone if as_records else {"records_per_unit": 7})
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        drawn = [r for r in range(40) if r not in mine or not is_left_out]
+        units = [u for u in range(9) if u != 0 or not is_left_out]
+        private.sampler = Fixed(drawn if as_records else units)
+        run(private, case)
+        pairs = zip(model.parameters(), before, strict=True)
+        sums.append(torch.cat([((a - b) / 0.3 * 5).detach().flatten() for a, b in pairs]))
+    return float((sums[0] - sums[1]).norm()) / 0.01
+
+
+@pytest.mark.parametrize("as_records", [False, True])
+def test_an_audit_refutes_a_unit_that_was_counted_as_records(as_records: bool) -> None:
+    """One step, everybody drawn: the sum along the unit's own direction, with noise."""
+    noise, delta, trials = 1.0, 1e-2, 50_000
+    draws = torch.randn(2, trials, generator=torch.Generator().manual_seed(0)).numpy() * noise
+    scores = ScorePair(out=draws[0], present=draws[1] + moved_by_a_unit(as_records=as_records))
+    bound = ClopperPearson().lower_bound(scores, delta=delta, confidence=0.95).epsilon
+    claim = certified_claim(noise_multiplier=noise, sampling_prob=1.0, num_steps=1, delta=delta)
+    assert (bound > claim.epsilon) == as_records
+    assert bound > 0.8 * claim.epsilon

@@ -148,7 +148,7 @@ def _print(advice: Advice, *, as_json: bool) -> None:
             (each.change, f"{each.noise:.2f}", f"{each.records:.3g}", each.note)
             for each in advice.alternatives
         ]
-        console.print("Of this plan's, at the same ε (proven; public sizes alone):")
+        console.print("Over plain DP-SGD with this batch and these steps, at the same ε (proven):")
         names = ("what else", "noise in the last weights", "records computed", "")
         console.print(table(names, rows, words=("what else", ""), **style))
     for line in _suggestions(advice):

@@ -1,8 +1,8 @@
 """What else a plan could do about its noise: one table, all at the same certified ε.
 
-Each row has the noise in the last weights over the way that the gradients have gone, in units of
-this plan's, at a constant rate and as if gradients agreed; and the records computed, in units of
-this plan's. From public sizes alone.
+Each row has the noise in the last weights over the way that the gradients have gone, at a constant
+rate and as if gradients agreed, and the records computed: both over those of plain DP-SGD with this
+plan's batch and steps. From public sizes alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FALLING = math.sqrt(4.0 / 3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One row; `records` are those computed, of this plan's."""
+    """One row, over plain DP-SGD."""
 
     change: str
     noise: float

@@ -162,7 +162,7 @@ class DrawnBatches:
 
     def _lengths(self, data: MapStyle) -> Sequence[int] | None:
         """The lengths of what is drawn: records, or units."""
-        units, lengths = self._run.units, lengths_of(data)
+        units, lengths = self._run.find_units(data), lengths_of(data)
         return lengths if units is None else units.lengths(lengths)
 
     def pause(self) -> None:

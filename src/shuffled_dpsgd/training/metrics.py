@@ -90,13 +90,18 @@ class Release:
     @classmethod
     def of(cls, plan: PrivacyPlan, norms: Mapping[str, torch.Tensor]) -> Release:
         """What a mechanism of this plan did to blocks of these norms."""
+        rows = plan.noise_rows or ((1.0,),)
+        # Of banded noise, the root mean square over the steps of a block.
+        spread = math.sqrt(sum(w * w for row in rows for w in row) / len(rows))
         return cls(
             blocks=tuple(
                 BlockRelease(
                     name=block.name,
                     norm_on_device=norms[block.name],
                     batch_clip_norm=block.batch_clip_norm,
-                    noise_norm=block.noise_std(plan.clip_norm) * math.sqrt(block.dimension),
+                    noise_norm=spread
+                    * block.noise_std(plan.clip_norm)
+                    * math.sqrt(block.dimension),
                 )
                 for block in plan.blocks
             )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shuffled_dpsgd.accounting import calibrate_certified
+from shuffled_dpsgd.accounting.banded import noise_of_sum
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -90,6 +91,10 @@ def prospect_of(plan: PrivacyPlan) -> Prospect:
         for b in plan.blocks
     ]
     noises = [block.noise_multiplier * math.sqrt(block.dimension) for block in plan.blocks]
+    if plan.bands > 1:
+        # What is left in the last weights, spread evenly over the steps.
+        left = noise_of_sum(plan.noise_rows, plan.num_steps) / math.sqrt(plan.num_steps)
+        noises = [noise * left for noise in noises]
     return Prospect(
         dataset_size=plan.dataset_size,
         expected_batch_size=plan.expected_batch_size,

@@ -5,9 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.permutation import layers, torch_layers
-from shuffled_dpsgd.permutation.blocks import describe_chain, describe_layer, describe_stream
-from shuffled_dpsgd.permutation.families import HEADS, LAYERS, STEMS
+from shuffled_dpsgd.permutation import layers
+from shuffled_dpsgd.permutation.blocks import (
+    describe_chain,
+    describe_layer,
+    describe_stream,
+    describe_torch_attention,
+)
+from shuffled_dpsgd.permutation.families import ATTENTION, HEADS, LAYERS, STEMS
 from shuffled_dpsgd.permutation.layers import class_name, join
 from shuffled_dpsgd.permutation.sketch import Sketch
 from shuffled_dpsgd.permutation.spec import SCOPES, Block, PermutationSpec, Scope
@@ -56,12 +61,12 @@ def _describe_block(sketch: Sketch, path: str) -> None:
     module = sketch.modules[path]
     kind = class_name(module)
     owner = class_name(sketch.modules.get(path.rpartition(".")[0]))
-    if kind == torch_layers.ATTENTION and owner.startswith("peft."):
+    if kind == ATTENTION and owner.startswith("peft."):
         sketch.refuse(path, f"{owner} adds to its projections in a way that is not described")
         return
-    if kind == torch_layers.ATTENTION:
-        torch_layers.describe_attention(sketch, path, module)
-    elif names := LAYERS.get(kind) or torch_layers.LAYERS.get(kind):
+    if kind == ATTENTION:
+        describe_torch_attention(sketch, path, module)
+    elif names := LAYERS.get(kind):
         describe_layer(sketch, path, names)
     for adapter, rank in layers.ranks(path, module).items():
         if sketch.scope == "full":

@@ -1,4 +1,4 @@
-"""Known architectures of Hugging Face transformers, as data.
+"""Known architectures of Hugging Face transformers, and PyTorch's own layers, as data.
 
 Blocks, stems and complete models are listed by the exact names of their classes. Of T5 and BART
 only parts are known: their streams stay where they are.
@@ -118,7 +118,15 @@ _BART_ATTENTION = Attention(
 )
 _BART_HIDDEN = HiddenUnits(up=("fc1",), down="fc2", activation="activation_fn")
 
+# PyTorch's own attention is described by itself, also inside its layers.
+ATTENTION = "torch.nn.modules.activation.MultiheadAttention"
+_TORCH_HIDDEN = HiddenUnits(up=("linear1",), down="linear2", activation="activation")
+
 LAYERS: dict[str, Layer] = {
+    **{
+        f"torch.nn.modules.transformer.Transformer{side}Layer": Layer(hidden=_TORCH_HIDDEN)
+        for side in ("Encoder", "Decoder")
+    },
     **{f"{bert}Layer": _BERT_LAYER for bert in (_BERT, *_ROBERTAS)},
     f"{_DISTILBERT}.TransformerBlock": _DISTILBERT_LAYER,
     f"{_VIT}Layer": _VIT_LAYER,

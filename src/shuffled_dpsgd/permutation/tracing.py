@@ -16,12 +16,10 @@ from itertools import product
 
 from torch import fx, nn
 
-from shuffled_dpsgd.permutation import torch_layers
-from shuffled_dpsgd.permutation.families import LAYERS
+from shuffled_dpsgd.permutation.families import ATTENTION, LAYERS
 from shuffled_dpsgd.permutation.layers import Port, class_name, join
-from shuffled_dpsgd.permutation.operations import GraphReader
+from shuffled_dpsgd.permutation.operations import GraphReader, Space, Spaces
 from shuffled_dpsgd.permutation.sketch import Sketch, is_below
-from shuffled_dpsgd.permutation.spaces import Space, Spaces
 from shuffled_dpsgd.permutation.spec import Block
 
 _MOST_OPTIONAL = 3
@@ -42,7 +40,7 @@ _UNTRACEABLE = (
 _QUESTIONS = {"hasattr", "isinstance", "type", "is_tensor"}
 _QUESTIONS |= {"is_autocast_enabled", "is_grad_enabled", "is_inference_mode_enabled"}
 _QUESTIONS |= {"is_compiling", "is_scripting", "is_tracing"}
-_BLOCKS = frozenset({torch_layers.ATTENTION, *torch_layers.LAYERS, *LAYERS})
+_BLOCKS = frozenset({ATTENTION, *LAYERS})
 
 
 class _Tracer(fx.Tracer):

@@ -20,9 +20,8 @@ from shuffled_dpsgd.clipping.arguments import (
 )
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.batch_checks import BatchChecks
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CountedRows, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare

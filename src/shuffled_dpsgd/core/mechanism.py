@@ -75,7 +75,7 @@ class ShuffledGaussianMechanism:
         device. `watch` is called before the noise, with everything clipped, and after it.
         """
         plan = self.plan
-        norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
+        norms = torch.stack([joint_norm([sums[n] for n in b.parameters]) for b in plan.blocks])
         if self.total is not None:
             norms = self.total(norms.square()).sqrt()
         before, stds = dict[str, torch.Tensor](), dict[str, float]()

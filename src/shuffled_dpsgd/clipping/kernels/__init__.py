@@ -7,7 +7,7 @@ choose among them by `choices`.
 
 from __future__ import annotations
 
-from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy
+from shuffled_dpsgd.clipping.kernels.choices import aligned_copy
 from shuffled_dpsgd.clipping.kernels.linear_maps import (
     add_weighted_outer_sums,
     alike,

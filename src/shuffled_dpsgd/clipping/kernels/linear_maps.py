@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices, plain
-from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
+from shuffled_dpsgd.clipping.kernels.choices import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 from shuffled_dpsgd.runtime.backends import TAKEN
 
 # A shorter sample does not fill blocks of 16 tokens well enough.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.clipping.kernels.alignment import aligned
+from shuffled_dpsgd.clipping.kernels.choices import aligned
 from shuffled_dpsgd.clipping.kernels.linear_maps import alike
 from shuffled_dpsgd.runtime.backends import TAKEN
 

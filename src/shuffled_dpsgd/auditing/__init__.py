@@ -8,7 +8,6 @@
         probes, model_attacks, updates   many releases of one step of a run
         canary_run, input_canaries       one run with many canaries
         alignment, taps                  undoing the shuffle; putting canaries into a run
-    membership          what the loss of planted records tells
     sensitivity, checks replayed neighbours, and how checks are reported
     verdict, reach, plots   what was found, how far it reaches, judged and drawn
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
-from shuffled_dpsgd.auditing.membership import Membership
 from shuffled_dpsgd.auditing.run import audit_one_run, card_bounds
 from shuffled_dpsgd.auditing.taps import OnProgress
 from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting
-from shuffled_dpsgd.auditing.verdict import AuditReport, ThreatModel
+from shuffled_dpsgd.auditing.verdict import AuditReport, Membership, ThreatModel
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError

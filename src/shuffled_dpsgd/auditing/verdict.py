@@ -137,7 +137,8 @@ class Membership:
 
     Both runs start from the same weights and train on the same records, in the same batches, for as
     many steps; one clips and adds noise, the other does neither. Whether a record was in is decided
-    by a fair coin, the same in both, so guessing has an area of one half. `without_privacy` is None where the target does not say how to train without.
+    by a fair coin, the same in both, so guessing has an area of one half. `without_privacy` is None
+    where the target does not say how to train without.
     """
 
     canary: str

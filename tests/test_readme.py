@@ -62,7 +62,6 @@ PLANNED: dict[str, tuple[str, str, float | None]] = {
     "paper": ("paper", "every-step", 1.0),
     "at release": ("certified", "at-release", None),
     "no shuffle": ("certified", "off", None),
-    "plain backward": ("certified", "every-step", None),
 }
 
 

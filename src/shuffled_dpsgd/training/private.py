@@ -367,7 +367,7 @@ class PrivateTraining:
         return self._drawn.layout(data, pad_batches=pad_batches)
 
     def backward(self, losses: torch.Tensor) -> None:
-        """Back-propagate one loss per sample; `losses.sum().backward()` does so unseen, and is said.
+        """Back-propagate one loss per sample; a plain `backward()` does so unseen, and is said.
 
         With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
         batch; without it, refused, as it would scale every gradient down before the clip.

@@ -9,7 +9,7 @@ at once, so one that fails or takes too long costs nothing but its own figures. 
 what ran, where, and how each part ended; `log.txt` holds what all of them printed.
 
 Packages that the machine lacks are taken from `build/gpu-wheels`, if they are there; nothing is
-installed. The private steps are also taken without kernels in Gluon and without CUDA graphs.
+installed. The private steps are also taken without kernels in Gluon.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ FIRST_TESTS = "tests/training/test_triton_noise.py"
 TEST_PROCESSES = {"tests/clipping/kernels/test_triton.py": 4, FIRST_TESTS: 2}
 # Sides by workload, of as many models at once as the memory holds. "without" names a backend.
 ALL = ("plain", "plain:compiled", "training", "training:compiled")
-GRAPHS, GLUON = " without CUDA graphs", " without Gluon"
+GLUON = " without Gluon"
 STAGES = {
     "steps": {
-        "gpt2-32x128": (*ALL, f"training{GRAPHS}", f"training:compiled{GRAPHS}"),
+        "gpt2-32x128": ALL,
         "bert-base-64x128": ALL,
         "vit-base-128x197": ("plain", "training", f"training{GLUON}"),
     },
     "more-steps": {"vit-base-128x197": (*ALL, f"training:compiled{GLUON}")},
 }
-TRY = {"bert-small-2x32": ("plain", f"training{GRAPHS}", f"training{GLUON}")}
+TRY = {"bert-small-2x32": ("plain", f"training{GLUON}")}
 Entry = dict[str, Any]
 
 
@@ -326,10 +326,8 @@ def worker_of(settings: argparse.Namespace, name: str, label: str) -> Any:
     from benchmarks.step import Worker
 
     side, _, without = label.partition(" without ")
-    variables = {
-        "CUDA graphs": {"SHUFFLED_DPSGD_CUDA_GRAPHS": "0"},
-        "Gluon": {"SHUFFLED_DPSGD_WITHOUT": "Sums of linear layers in Gluon"},
-    }.get(without, {})
+    switch = {"SHUFFLED_DPSGD_WITHOUT": "Sums of linear layers in Gluon"}
+    variables = switch if without == "Gluon" else {}
     return Worker(settings, name, side, variables)
 
 

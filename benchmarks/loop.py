@@ -102,8 +102,6 @@ def described(result: Result) -> str:
         f"({result['samples_per_second_later']:,.0f} after the beginning), "
         f"first step {result['first_step_seconds']:.1f} s",
     ]
-    if "replayed" in result:
-        words.append(f"{result['replayed']} of {result['backwards']} backwards replayed")
     parts = sorted(result["seconds_by_part"].items(), key=lambda part: -part[1])
     words.append(", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts))
     words.append(f"{len(result['shapes'])} shapes")

@@ -134,7 +134,6 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
     private.clock.stop()
     return {
         "seconds_by_part": private.clock.seconds(),
-        "replayed": private.engine.num_replayed,
         "samples_checked": private.engine.num_checked,
         "backends": backends.report(),
     }

@@ -29,7 +29,6 @@ from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -275,12 +274,6 @@ class ClippingEngine:
         The others are of batches unlike any before: how many depends on the records' lengths.
         """
         return self._checks.num_by_coin
-
-    @property
-    def num_replayed(self) -> int:
-        """Backwards so far whose norms and sums came from a replayed CUDA graph."""
-        schedule = self._schedule
-        return schedule.replays.replayed if isinstance(schedule, WholeGradient) else 0
 
     @property
     def is_checking(self) -> bool:

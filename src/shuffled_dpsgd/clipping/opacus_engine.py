@@ -28,7 +28,6 @@ class OpacusEngine:
     """Per-sample gradients by Opacus 1.x hooks, clipped to `clip_norm` and summed."""
 
     num_checked = num_checked_by_coin = 0
-    num_replayed = 0
     strategy = "opacus"
 
     def __init__(self, model: nn.Module, *, clip_norm: float) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from clipping.compare import assert_same_sums, oracle
 from clipping.tiny_models import Inputs, class_losses, token_ids
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.settle import schedules
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.replay import Rerun
 
@@ -127,54 +124,6 @@ def test_checks_look_at_counted_samples_only(
         engine.reset()
     assert all(sample < counted for counted, sample in looked_at)
     assert {sample for _, sample in looked_at} == {0, 1, 2}
-
-
-def test_recorded_work_is_shared_by_any_number_counted(
-    model: nn.Module, real: Inputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys: list[tuple[object, ...]] = []
-
-    def noted(captures: object, others: Iterable[Tensor | None], *constants: object) -> None:
-        marks = [t.data_ptr() for t in others if t is not None and t.dtype == torch.bool]
-        keys.append((*marks, *constants))
-
-    engine = ClippingEngine(model)
-    monkeypatch.setattr(schedules, "places_of", noted)
-    monkeypatch.setattr(schedules.WholeGradient, "_may_replay", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    for count in (SIZE, 1, 2, SIZE):
-        with engine:
-            engine.backward(losses_of(model, padded(real, 1.0)), counted=count)
-        engine.reset()
-    # The first batch of a kind is compared, and starts from a copy of the sums.
-    assert len(keys) == 4
-    assert len(set(keys[1:])) == 1
-
-
-@pytest.mark.gpu
-def test_replayed_work_counts_the_samples_of_its_own_batch() -> None:
-    torch.manual_seed(0)
-    model = Small().cuda()
-    engine, apart = ClippingEngine(model), ClippingEngine(model)
-    cases = [(count, torch.randn(SIZE, 4, 6)) for count in (5, 3, 4, 1, 2, 5, 3, 1)]
-    found = []
-    # Nothing stays on the device from step to step, so that sums come to lie where they did.
-    for count, x in cases:
-        inputs = {"x": x.cuda()}
-        inputs["x"][count:] = math.nan
-        with engine:
-            engine.backward(losses_of(model, inputs), counted=count)
-        sums = {name: total.cpu() for name, total in engine.clipped_sum().items()}
-        found.append((sums, engine.sample_norms.cpu()))
-        engine.reset()
-    for (count, x), (sums, norms) in zip(cases, found, strict=True):
-        with apart:
-            apart.backward(losses_of(model, {"x": x[:count].cuda()}))
-        torch.testing.assert_close(norms, apart.sample_norms.cpu(), rtol=1e-3, atol=1e-6)
-        expected = {name: total.cpu() for name, total in apart.clipped_sum().items()}
-        assert_same_sums(sums, expected, 1e-3)
-        apart.reset()
-    assert engine.num_replayed > 0
 
 
 @pytest.mark.parametrize("count", [0, -1, SIZE + 1])

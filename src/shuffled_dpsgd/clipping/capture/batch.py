@@ -65,10 +65,6 @@ class Settling:
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
 
-    def all_entries(self) -> list[Entry]:
-        """Those filed and those that wait for company."""
-        return [entry for filed in self.entries.values() for entry in filed] + self.unsummed
-
 
 class CapturedBatch:
     """The samples of one forward, until their backward is done.

@@ -1,16 +1,13 @@
 """What the backward of one call leaves behind, one type for each way a layer is captured.
 
-A capture owns its tensors until the batch is settled. Replaying needs to know where they lie, and
-moves the small ones, so every capture can name its tensors and exchange them.
+A capture owns its tensors until the batch is settled.
 
 Shapes: B samples, T positions, D the normalised width, S any parameter shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -18,32 +15,9 @@ from shuffled_dpsgd.clipping.contributions.cost import NormMethod
 
 
 class Capture:
-    """Tensors of one call that norms and sums are computed from, in the slots of a subclass."""
+    """Tensors of one call that norms and sums are computed from."""
 
     __slots__ = ()
-
-    def _held(self) -> Iterator[tuple[str, Any]]:
-        names: tuple[str, ...] = self.__slots__
-        return ((name, getattr(self, name)) for name in names)
-
-    @property
-    def kind(self) -> Hashable:
-        """All that norms and sums depend on besides the slot and the tensors.
-
-        A route is no part of it: it follows from the shapes of the tensors and where they are.
-        """
-        others = [held for _, held in self._held() if not isinstance(held, Tensor | NormMethod)]
-        return type(self), *others
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The captured tensors, always in the same order."""
-        return tuple([held for _, held in self._held() if isinstance(held, Tensor)])
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        """Replace each captured tensor whose id is in `places` by the tensor given there."""
-        for name, held in self._held():
-            if isinstance(held, Tensor):
-                setattr(self, name, places.get(id(held), held))
 
 
 @dataclass(slots=True, eq=False)

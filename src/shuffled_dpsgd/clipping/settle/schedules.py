@@ -20,8 +20,6 @@ from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
-from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
@@ -90,8 +88,6 @@ class WholeGradient:
 
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
-        self.replays = Replays()
-        self.stable_places = StablePlaces()
 
     def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
         if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
@@ -111,8 +107,7 @@ class WholeGradient:
 
     def finish(self, batch: CapturedBatch) -> None:
         with self.rule.totals.adding() as (sums, new):
-            places = self._places(batch, new) if self._may_replay(batch) else None
-            norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
+            norms_B = self._settle_all(batch, sums, new)
         self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
@@ -120,8 +115,7 @@ class WholeGradient:
     def _settle_all(self, batch: CapturedBatch, sums: dict[str, Tensor], new: bool) -> Tensor:
         """Add the batch's clipped gradients to `sums`; returns the samples' norms.
 
-        Sums that are `new` hold nothing yet. The batch is left unchanged, because this may run
-        twice: to be recorded, and again if that fails.
+        Sums that are `new` hold nothing yet.
         """
         rule = self.rule
         kept = batch.settling
@@ -130,25 +124,6 @@ class WholeGradient:
         norms_B = rule.norms(layers.squares(), batch)
         layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
-
-    def _may_replay(self, batch: CapturedBatch) -> bool:
-        """On a GPU, unless somebody else records a graph, to which the launches then belong."""
-        if batch.device != "cuda" or not self.replays.enabled:
-            return False
-        return not torch.cuda.is_current_stream_capturing()
-
-    def _places(self, batch: CapturedBatch, new: bool) -> Places:
-        """Where everything lies that settling reads and writes; moves small captures first."""
-        self.stable_places.move(batch)
-        kept = batch.settling
-        entries = kept.all_entries()
-        others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
-        others += (*self.rule.totals.buffers, batch.counts_B)
-        slots = [entry.slot.index for entry in entries]
-        slots += [slot.index for run, _ in kept.norm_runs for slot in run]
-        stream = torch.cuda.current_stream().cuda_stream
-        constants = (stream, new, batch.size, batch.scale, *slots)
-        return places_of([entry.capture for entry in entries], others, *constants)
 
 
 def waits_for_others(batch: CapturedBatch, slot: Slot) -> bool:

@@ -29,7 +29,6 @@ class Totals:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         self._sums: dict[str, Tensor] = {}
-        self._buffers: list[Tensor] = []
         self.norms: list[Tensor] = []
 
     @property
@@ -52,17 +51,12 @@ class Totals:
             yield self._sums, new
         except BaseException:
             if new:
-                self._sums, self._buffers = {}, []
+                self._sums = {}
             raise
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The memory of the sums on accelerators; a sum always has the same place in it."""
-        return self._buffers
 
     def clear(self) -> None:
         """Forget everything; tensors handed out before are left alone."""
-        self._sums, self._buffers = {}, []
+        self._sums = {}
         self.norms = []
 
     def _make(self, *, zero: bool) -> None:
@@ -86,7 +80,6 @@ class Totals:
         names = sorted(shapes, key=lambda name: shapes[name].numel() % _ALIGNMENT != 0)
         sizes = [shapes[name].numel() for name in names]
         buffer = new_memory(torch.Size([sum(sizes)]), zero, options)
-        self._buffers.append(buffer)
         with torch.no_grad():
             parts = zip(names, buffer.split(sizes), strict=True)
             return {name: part.view(shapes[name]) for name, part in parts}

@@ -1,1 +1,0 @@
-"""Launching the same work again: recordings of settling, and captures in stable places."""

@@ -133,7 +133,7 @@ def factor_of_one_sample(value: float | None) -> Plant:
             factors_B[0] = 1.0 if value is None else value * factors_B[0]
             return factors_B
 
-        rule = private.engine._rule
+        rule = private.engine._schedule.rule
         assert rule.clip is clip_functions.flat
         object.__setattr__(rule, "clip", bent)
 

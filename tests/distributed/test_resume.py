@@ -73,29 +73,28 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 def kill_one_and_resume(
-    launcher: Launcher, folder: Path, *, kills: int, secure: bool, sharded: bool = False
+    launcher: Launcher, folder: Path, *, kills: int, secure: bool, sharded: bool | str = False
 ) -> None:
     """kill -9 a random rank at random moments; the others end by themselves."""
     folder.mkdir()
     rng = random.Random(kills)
     steps = 12 * kills
+    ranks = 4 if sharded == "2x2" else 2
+    options = {"num_steps": steps, "secure": secure, "sharded": sharded, "ranks": ranks}
     for _ in range(kills):
         target = entries(folder) + rng.randint(1, 4)
-        pids = launcher.start(
-            HERE, "run", directory=str(folder), num_steps=steps, secure=secure, sharded=sharded
-        )
+        pids = launcher.start(HERE, "run", directory=str(folder), **options)
         wait_for(folder, target)
         time.sleep(rng.random() * 0.02)
-        victim = rng.randrange(2)
+        victim = rng.randrange(ranks)
         os.kill(pids[victim], signal.SIGKILL)
         codes = launcher.wait()
         assert codes[victim] == -signal.SIGKILL
-        assert codes[1 - victim] == 1
-        assert "RankError" in launcher.error(1 - victim)
+        for other in {*range(ranks)} - {victim}:
+            assert codes[other] == 1
+            assert "RankError" in launcher.error(other)
         assert len(set(updates(folder))) <= entries(folder), "an update that no entry announced"
-    found = launcher.run(
-        HERE, "run", directory=str(folder), num_steps=steps, secure=secure, sharded=sharded
-    )
+    found = launcher.run(HERE, "run", directory=str(folder), **options)
     assert all(one["finished"] and one["spent"] == steps for one in found)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     assert entries(folder) == steps
@@ -107,10 +106,15 @@ def kill_one_and_resume(
 
 @pytest.mark.parametrize(
     ("secure", "sharded"),
-    [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (False, True)],
+    [
+        (False, False),
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(True, "2x2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_costs_nothing_but_lost_steps(
-    launcher: Launcher, tmp_path: Path, secure: bool, sharded: bool
+    launcher: Launcher, tmp_path: Path, secure: bool, sharded: bool | str
 ) -> None:
     kill_one_and_resume(launcher, tmp_path / "run", kills=1, secure=secure, sharded=sharded)
 

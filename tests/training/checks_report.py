@@ -1,7 +1,7 @@
 """How often planted mixing is found in time, whether healthy runs are stopped, and what it costs.
 
 Run as a script, in parts: `python checks_report.py FILE planted 100`, `... FILE healthy 10000` and
-`... FILE cost 2000`. What is known of a part is in the file after every round of it.
+`... FILE cost 3000`. What is known of a part is in the file after every round of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.training import make_private
@@ -30,6 +29,8 @@ from training import healthy_zoo, planted_mixing
 COMMAND = "python tests/training/checks_report.py results/checks.json {part} {size}"
 # The steps of a run of each model of the zoo: several short runs, because most is looked at first.
 STEPS_OF_A_RUN = 100
+# How long a run is to which what was measured is extended.
+LONG_RUN = 10_000
 
 
 def planted(runs: int) -> Iterator[dict[str, Any]]:
@@ -69,50 +70,52 @@ def healthy(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def cost(steps: int) -> Iterator[dict[str, Any]]:
-    """The share of the time that all checks of one run take, after some steps and after all."""
+    """What checks take before the first release, and their share of each step after it."""
+    from transformers import BertConfig, BertForSequenceClassification
 
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 10))
+    config = BertConfig(
+        vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=1024, num_labels=healthy_zoo.CLASSES,
+    )  # fmt: skip
+    ids = torch.randint(1000, (4096, 64))
+    rows = [{"ids": row, "y": label % 3} for label, row in enumerate(ids)]
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
+    def texts(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(input_ids=batch["ids"]).logits
+        return torch.nn.functional.cross_entropy(logits, batch["y"], reduction="none")
 
-    records = torch.randn(20_000, 256), torch.randint(10, (20_000,))
-    make, texts, collate, of_texts, _ = healthy_zoo.ZOO["BERT"]
-    yield {
-        "MLP": _shares(model, steps, TensorDataset(*records), loss, 256),
-        "BERT of the zoo": _shares(make, steps, texts, of_texts, healthy_zoo.EXPECTED, collate),
-    }
+    make, data, collate, loss, _ = healthy_zoo.ZOO["MLP"]
+    found = {"MLP of 6 inputs": _shares(make(), steps, data, loss, collate)}
+    yield found
+    bert = BertForSequenceClassification(config)
+    found["BERT of 4 layers"] = _shares(bert, max(steps // 20, 1), rows, texts, None)
+    yield found
 
 
-def _shares(
-    make: Callable[[], nn.Module],
-    steps: int,
-    data: Any,
-    loss: Any,
-    batch_size: int,
-    collate: Any = None,
-) -> dict[str, Any]:
-    """The share of the checks in the time of one run, after so many steps."""
-    model, found = make(), dict[str, Any]()
+def _shares(model: nn.Module, steps: int, data: Any, loss: Any, collate: Any) -> dict[str, Any]:
     private = make_private(
         model, torch.optim.AdamW(model.parameters()), dataset_size=len(data), delta=1e-6,
-        expected_batch_size=batch_size, num_steps=steps, noise_multiplier=1.0, shuffle="off",
-        physical_batch_size=batch_size, loss=loss,
+        expected_batch_size=32, num_steps=steps, noise_multiplier=1.0, shuffle="off",
+        physical_batch_size=48, loss=loss,
     )  # fmt: skip
     private.clock.start()
-    began, marks = time.perf_counter(), {10, 100, steps // 2, steps}
+    began = first = time.perf_counter()
+    checks = 0.0
     for batch in private.batches(data, collate=collate):
         private.backward(loss(model, batch))
-        private.step()
-        if private.steps_taken in marks:
-            whole = time.perf_counter() - began
-            share = private.clock.seconds()["checks"] / whole
-            found[f"after {private.steps_taken} steps"] = {
-                "seconds": round(whole, 2), "share_of_checks": round(share, 4)
-            }  # fmt: skip
+        if private.step() and private.steps_taken == 1:
+            first, checks = time.perf_counter(), private.clock.seconds()["checks"]
+    seconds = time.perf_counter() - first
+    later = private.clock.seconds()["checks"] - checks
     private.close()
-    return found
+    long = (checks + LONG_RUN / steps * later) / (first - began + LONG_RUN / steps * seconds)
+    return {
+        "steps": steps,
+        "seconds_of_a_step": round(seconds / max(steps - 1, 1), 4),
+        "seconds_of_checks_before_the_first_release": round(checks, 2),
+        "share_of_checks_in_later_steps": round(later / seconds, 4),
+        f"share_of_{LONG_RUN}_steps": round(long, 4),
+    }
 
 
 PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {

@@ -74,8 +74,8 @@ def cost(steps: int) -> Iterator[dict[str, Any]]:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=1024, num_labels=healthy_zoo.CLASSES,
+        vocab_size=1000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=512, num_labels=healthy_zoo.CLASSES,
     )  # fmt: skip
     ids = torch.randint(1000, (4096, 64))
     rows = [{"ids": row, "y": label % 3} for label, row in enumerate(ids)]
@@ -88,7 +88,7 @@ def cost(steps: int) -> Iterator[dict[str, Any]]:
     found = {"MLP of 6 inputs": _shares(make(), steps, data, loss, collate)}
     yield found
     bert = BertForSequenceClassification(config)
-    found["BERT of 4 layers"] = _shares(bert, max(steps // 20, 1), rows, texts, None)
+    found["BERT of 2 layers"] = _shares(bert, max(steps // 20, 1), rows, texts, None)
     yield found
 
 

@@ -449,19 +449,15 @@ def test_how_often_checks_find_what_was_planted_and_what_they_take() -> None:
     planted, healthy, cost = found["planted"], found["healthy"], found["cost"]
     assert healthy["false_alarms"] == []
     runs, kinds = planted["runs_of_each"], planted["kinds"]
-    small, large = cost["MLP of 6 inputs"], cost["BERT of 2 layers"]
+    small = cost["MLP of 6 inputs"]
     sentences = (
         f"Of {runs} runs with each of {kinds} kinds of mixing that it was not written for, "
         f"{planted['found_in_all']:.2%} were stopped before the first release, at least "
         f"{runs - planted['most_missed_of_one_kind']} of each kind.",
         f"In {healthy['steps']:,} steps of {len(healthy['steps_of_each'])} healthy models, in "
         "float32 and bfloat16, none was.",
-        f"After the first release checks took {large['share_of_checks_in_later_steps']:.1%} of "
-        f"steps of {large['seconds_of_a_step']:.1f} s and "
-        f"{small['share_of_checks_in_later_steps']:.0%} of steps of "
-        f"{1000 * small['seconds_of_a_step']:.0f} ms; before it "
-        f"{large['seconds_of_checks_before_the_first_release']:.0f} and "
-        f"{small['seconds_of_checks_before_the_first_release']:.0f} s",
+        f"After the first release checks took {small['share_of_checks_in_later_steps']:.0%} of "
+        f"steps of {1000 * small['seconds_of_a_step']:.0f} ms, of a tiny MLP on a busy CPU",
     )
     for sentence in sentences:
         assert sentence in page("docs/checks.md")

@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, EXPERIMENTS = ROOT / "src" / "shuffled_dpsgd", ROOT / "shuffled_dpsgd_experiments"
 BUDGETS = {  # what: (budget, target)
-    "lines of package and experiments": (54_500, 44_000),
-    "lines of the package": (46_200, 36_000),
-    "files of the package": (305, 340),
+    "lines of package and experiments": (53_700, 44_000),
+    "lines of the package": (46_500, 36_000),
+    "files of the package": (300, 340),
     "lines of core": (3_000, 3_000),
     "words of documents": (35_000, 35_000),
 }

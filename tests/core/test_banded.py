@@ -344,7 +344,7 @@ def test_keys_are_forgotten_at_the_end_of_their_block() -> None:
         ({"accounting": "rdp"}, "accounting='certified'"),
         ({"budget": "b.json"}, "without a budget file"),
         ({"largest_batch": 6}, "with neither"),
-        ({"clip_quantile": 0.5}, "with neither"),
+        ({"clip_quantile": 0.5}, "the two contradict"),
         ({"bands": 1}, "2 or more"),
         ({"bands": None}, "with epsilon it is chosen"),
         ({"bands": None, "noise_multiplier": None, "epsilon": 0.5}, "gains nothing"),

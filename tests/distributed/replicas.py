@@ -340,7 +340,7 @@ def killed_in_a_step(rank: int) -> None:
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
     if current_world().rank == rank:
-        private._door._exchange.reduce = lambda sums: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, return-value]
+        private._door.exchange.reduce = lambda sums: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, return-value]
     run(private, case)
 
 
@@ -433,7 +433,7 @@ def faulty_exchange(fault: str) -> None:
     case = mlp_case()
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
-    exchange: Any = private._door._exchange
+    exchange: Any = private._door.exchange
     reduce, rank = exchange.reduce, current_world().rank
 
     def bent(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,15 +21,14 @@ from shuffled_dpsgd.accounting import (
     certified_bracket,
     certified_claim,
     claim_together,
-    constant_pair,
-    examine_pair,
-    spike_pair,
     what_it_means,
 )
 from shuffled_dpsgd.accounting.accountants import gdp_epsilon
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd_experiments.examination.exact import examine_pair
+from shuffled_dpsgd_experiments.examination.pairs import constant_pair, spike_pair
 from shuffled_dpsgd_experiments.exhibits import (
     Exhibit,
     ExhibitRow,

@@ -1,4 +1,4 @@
-"""The verbs `reproduce` and `sweep` of the command, which are there in a clone alone."""
+"""The verbs of the command that are there in a clone alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 from shuffled_dpsgd.cli.privacy_options import BudgetFile
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.examination.verb import examine as examine
 
 if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.exhibits import Reproduced

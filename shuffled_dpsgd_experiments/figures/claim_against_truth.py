@@ -16,16 +16,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from shuffled_dpsgd.accounting import (
-    DeltaEstimate,
-    Pair,
-    calibrate_paper,
-    constant_pair,
-    exact_delta,
-    spike_pair,
-)
+from shuffled_dpsgd.accounting import calibrate_paper
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, PURPLE, house_style, save_drawing
+from shuffled_dpsgd_experiments.examination.exact import DeltaEstimate, exact_delta
+from shuffled_dpsgd_experiments.examination.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd_experiments.presets import VIT
 
 if TYPE_CHECKING:

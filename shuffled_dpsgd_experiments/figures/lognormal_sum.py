@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
-from shuffled_dpsgd.accounting.order_statistics import draw_sums
+from shuffled_dpsgd_experiments.examination.order_statistics import draw_sums
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Cdf: TypeAlias = Callable[[Array], Array]

@@ -37,6 +37,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typ
     [
         ["reproduce", "--list"],
         ["sweep", "sweeps/digits.toml", "--table"],
+        ["examine", "--epsilon", "1", "--delta", "1e-5"],
         ["audit", "blackbox"],
         ["train", "--preset", "paper/bert-sst2", "--epsilon", "1", "--dry-run"],
     ],

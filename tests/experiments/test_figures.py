@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shuffled_dpsgd.accounting import constant_pair, spike_pair
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.examination.pairs import constant_pair, spike_pair
 from shuffled_dpsgd_experiments.exhibits import Reproduction, Request, in_one_file
 from shuffled_dpsgd_experiments.figures import claim_against_truth, fig1, fig2, noise
 from shuffled_dpsgd_experiments.presets import SIX, VIT

@@ -9,7 +9,7 @@ import pytest
 from scipy.special import ndtr
 from scipy.stats import ks_2samp
 
-from shuffled_dpsgd.accounting.order_statistics import draw_sums
+from shuffled_dpsgd_experiments.examination.order_statistics import draw_sums
 from shuffled_dpsgd_experiments.figures.lognormal_sum import METHODS, draw_log
 
 every = pytest.mark.parametrize("name", METHODS)

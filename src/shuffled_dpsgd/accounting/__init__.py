@@ -15,14 +15,7 @@ from shuffled_dpsgd.accounting.accountants import (
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
 from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
 from shuffled_dpsgd.accounting.certified import certified_claim
-from shuffled_dpsgd.accounting.exact import (
-    DeltaEstimate,
-    Examination,
-    exact_delta,
-    examine_pair,
-)
 from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
-from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
 from shuffled_dpsgd.accounting.units import UnitComparison, compare_units
@@ -35,12 +28,9 @@ __all__ = [
     "BestOf",
     "Bracket",
     "Calibration",
-    "DeltaEstimate",
-    "Examination",
     "Filter",
     "Kind",
     "Meaning",
-    "Pair",
     "PaperCalibration",
     "PrivacyClaim",
     "SampledGaussian",
@@ -55,10 +45,6 @@ __all__ = [
     "claim_together",
     "compare",
     "compare_units",
-    "constant_pair",
-    "exact_delta",
-    "examine_pair",
     "paper_claim",
-    "spike_pair",
     "what_it_means",
 ]

@@ -3,7 +3,7 @@
 Everything is in units of `clip_norm` = 1, so the noise std is the noise multiplier. Permuting a
 noisy vector and adding noise to a permuted one have the same distribution (the noise is
 exchangeable), so only the canary is moved. The other samples contribute nothing. The theorem's own
-worst-case pair is no attack on Algorithm 1; `accounting.exact` has its true δ.
+worst-case pair is no attack on Algorithm 1; `shuffled-dpsgd examine` has its true δ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `account`, `calibrate`, `examine` and `budget` share: options, and how figures are shown."""
+"""What `account`, `calibrate`, `budget` and `examine` share: options, and how figures are shown."""
 
 from __future__ import annotations
 

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.presets import Preset
 
 NAME = "shuffled_dpsgd_experiments"
+VERBS = ("reproduce", "sweep", "examine")
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone, its root; of an installed wheel, a folder without the experiments."""
 
 
 def register_verbs(app: typer.Typer, panel: str) -> None:
-    """Add `reproduce` and `sweep`; without the experiments they say what they need."""
+    """Add the verbs of the experiments; where these are missing, a verb says what it needs."""
     if _are_there():
         verbs = importlib.import_module(f"{NAME}.verbs")
-        for verb in (verbs.reproduce, verbs.sweep):
-            add_verb(app, verb, panel)
+        for name in VERBS:
+            add_verb(app, getattr(verbs, name), panel)
         return
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    for name in ("reproduce", "sweep"):
+    for name in VERBS:
         app.command(name, context_settings=anything, rich_help_panel=panel)(_refused(name))
 
 

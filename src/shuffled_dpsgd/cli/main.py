@@ -9,7 +9,6 @@ from shuffled_dpsgd.cli import audit, budget
 from shuffled_dpsgd.cli.account import account, calibrate
 from shuffled_dpsgd.cli.advise import advise
 from shuffled_dpsgd.cli.card import card, verify
-from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.experiments import register_verbs
 from shuffled_dpsgd.cli.inspect import inspect
 from shuffled_dpsgd.cli.output import OneLineGroup, add_verb, shown_examples
@@ -21,7 +20,7 @@ from shuffled_dpsgd.cli.warm_up import warm_up
 PANELS = {
     "Train": (train, advise, inspect, plan, warm_up),
     "Use a run": (evaluate, predict, generate, report, card, verify),
-    "What ε costs and means": (calibrate, account, examine),
+    "What ε costs and means": (calibrate, account),
 }
 
 app = typer.Typer(

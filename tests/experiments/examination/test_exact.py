@@ -8,15 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from shuffled_dpsgd.accounting import (
-    DeltaEstimate,
-    constant_pair,
-    exact_delta,
-    examine_pair,
-    spike_pair,
-)
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.examination.exact import DeltaEstimate, exact_delta, examine_pair
+from shuffled_dpsgd_experiments.examination.pairs import constant_pair, spike_pair
 
 
 def spike_losses(dimension: int, clip: float, sigma: float, draws: int, seed: int) -> np.ndarray:

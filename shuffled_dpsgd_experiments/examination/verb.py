@@ -22,7 +22,8 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shuffled_dpsgd.accounting import Examination, PrivacyClaim
+    from shuffled_dpsgd.accounting import PrivacyClaim
+    from shuffled_dpsgd_experiments.examination.exact import Examination
 
 
 @verb(
@@ -49,7 +50,7 @@ def examine(
     """Hold the paper's claim for one step against the exact truth, even with an ideal shuffle.
 
     The theorem's own worst-case pair and constant vectors: the true δ in both directions with
-    confidence intervals, and what is proven for the whole run.
+    confidence intervals, and what is proven for the whole run. Needs a clone.
     """
     prob, steps = resolve_sampling(
         sampling_prob=sampling_prob,
@@ -71,14 +72,10 @@ def _examine(
     claim: PrivacyClaim, draws: int, seed: int
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
-    from shuffled_dpsgd.accounting import (
-        certified_bracket,
-        certified_claim,
-        constant_pair,
-        examine_pair,
-        spike_pair,
-    )
+    from shuffled_dpsgd.accounting import certified_bracket, certified_claim
     from shuffled_dpsgd.accounting.bracket import CONDITIONS, STATEMENT
+    from shuffled_dpsgd_experiments.examination.exact import examine_pair
+    from shuffled_dpsgd_experiments.examination.pairs import constant_pair, spike_pair
 
     inputs = claim.inputs
     step = {name: inputs[name] for name in ("noise_multiplier", "step_epsilon", "step_delta")}

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from shuffled_dpsgd.accounting.pairs import WORLDS, Array, Pair, World
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.core.claim import Kind
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.examination.pairs import WORLDS, Array, Pair, World
 
 DRAWS = 20_000
 CONFIDENCE = 0.95

@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shuffled_dpsgd.accounting.order_statistics import draw_sums
 from shuffled_dpsgd.accounting.theorem import check_theorem
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.examination.order_statistics import draw_sums
 
 Array: TypeAlias = npt.NDArray[np.float64]
 World: TypeAlias = Literal["first", "second"]

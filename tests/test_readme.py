@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,36 @@ def test_the_figures_sentences_are_the_records() -> None:
     assert f"is over {int(gain)} points more accurate on digits than DP-SGD" in text
     assert f"what is proven of it there is {best['certified_epsilon']:.2f}" in text
     assert frontier["caption"].count(" 0 above") == len(frontier["workloads"])
+
+
+def test_what_is_said_of_model_types_is_the_record() -> None:
+    sweep = json.loads((README.parent / "results/model_sweep.json").read_text(encoding="utf-8"))
+    types, batches = Counter[str](), Counter[str]()
+    for row in sweep["rows"]:
+        if row["built"] != "yes":
+            continue
+        ends = [re.split("[: ]", end)[0] for end in row["batches"].values()]
+        batches.update("agrees" if end in ("exact", "rounded") else end for end in ends)
+        best = ("exact", "rounded", "raised", "random", "refused", "fails")
+        types[next(end for end in best if end in ends)] += 1
+    assert types.keys() <= {"exact", "rounded", "raised", "refused", "fails"}
+    assert batches.keys() == {"agrees", "refused", "fails", "random", "raised"}
+    built, compared = types.total(), types["exact"] + types["rounded"]
+    page, checks = (
+        " ".join((README.parent / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/checks.md")
+    )
+    assert f"Of {built} model types** of Hugging Face, built tiny, {compared} had a batch" in page
+    assert f"; {types['refused']} were refused by name in every batch, " in page
+    assert f" {types['fails']} fail without the engine too, and {types['raised']} ended" in page
+    assert f"tiny models of {built} Hugging Face types" in checks
+    assert (
+        f"{compared} had a batch compared, {types['refused']} are refused in every batch, "
+        f"{types['fails']} fail without the engine too, and {types['raised']} ended in an error. "
+        f"Of all batches {batches['agrees']} agree with one sample at a time, "
+        f"{batches['refused']} are refused by name, {batches['fails']} fail, {batches['random']} "
+        f"draw random numbers that no oracle repeats, {batches['raised']} raised"
+    ) in checks
 
 
 # What each variant of the loop plans: accounting, shuffle, batch clip.

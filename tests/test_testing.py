@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shuffled_dpsgd.clipping import DenseGrad, Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.rules import BY_TYPE
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.errors import InvalidArgumentError, RefereeError, UnsupportedModuleError
@@ -41,7 +42,7 @@ def small() -> nn.Module:
 )
 def test_layers_conform(module: nn.Module) -> None:
     found = check_rule(module)
-    assert found.samples == 4
+    assert (found.samples, found.unchecked) == (4, ())
     assert found.rules.keys() == dict(module.named_parameters()).keys()
 
 
@@ -73,6 +74,88 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BY_TYPE, Doubled, LinearSlot)
     with pytest.raises(UnsupportedModuleError, match="bias: the sum of clipped gradients"):
         check_rule(Doubled(4, 3))
+
+
+class Scale(nn.Module):
+    """A layer of a third party."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ScaleFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, slot: Slot, batch: Any, anchor: Any) -> Tensor:
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, scale), (g,) = ctx.saved_tensors, grads
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g))
+        return g * scale, None, None, None, anchor
+
+
+class WrongSlot(Slot):
+    """A rule for it whose gradients are a hundred times too large."""
+
+    kind = "wrong"
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        return [*module._parameters] == ["scale"]
+
+    def forward(self, x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(x)
+        batch, anchor = batch_of(self), recorder_of(self).anchor
+        return ScaleFunction.apply(x, self.parameters["scale"], self, batch, anchor)
+
+    def contributions(self, capture: Any) -> Any:
+        yield self.names["scale"], DenseGrad(grads_BS=100 * capture.x * capture.g)
+
+
+class Apart(nn.Module):
+    """Has that layer in a place that its gradient may not leave."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.base, self.layer, self.last = nn.Linear(4, 4), Scale(), nn.Linear(4, 4)
+        self.place = place
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.place == "unused":
+            return self.base(x) + self.last(x)
+        if self.place == "constant":
+            return self.base(x) + self.last(x) + 0.0 * self.layer(x)
+        if self.place == "nested":
+            return self.base(x), {"more": (self.layer(x),)}, self.last(x)
+        return self.base(x) + self.last(self.layer(x))
+
+
+@pytest.mark.parametrize("place", ["behind zeros", "nested"])
+def test_a_wrong_rule_is_found_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setitem(BY_TYPE, Scale, WrongSlot)
+    with pytest.raises(UnsupportedModuleError, match=r"layer\.scale"):
+        check_model(Apart(place), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("place", ["unused", "constant"])
+def test_a_rule_that_was_not_exercised_is_not_called_checked(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setitem(BY_TYPE, Scale, WrongSlot)
+    found = check_model(Apart(place), torch.randn(4, 4))
+    assert found.unchecked == ("layer.scale",)
+    assert found.rules.keys() == {f"{a}.{b}" for a in ("base", "last") for b in ("weight", "bias")}
 
 
 @pytest.mark.parametrize(

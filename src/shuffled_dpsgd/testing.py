@@ -24,14 +24,19 @@ __all__ = ["Conformance", "check_model", "check_rule"]
 Batch: TypeAlias = "Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]"
 Losses: TypeAlias = Callable[[nn.Module, Any], Tensor]
 TOLERANCE = 1e-9
+EXERCISED = 1e-9  # A clipped sum below this share of the whole could hide a wrong rule.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conformance:
-    """What was compared: so many samples, and the rule of every parameter."""
+    """What was compared: so many samples, and the rule of every parameter with a gradient.
+
+    `unchecked` names the parameters that this batch gave no gradient: of them nothing is known.
+    """
 
     samples: int
     rules: Mapping[str, str]
+    unchecked: tuple[str, ...]
 
 
 def check_model(model: nn.Module, batch: Batch, losses: Losses | None = None) -> Conformance:
@@ -39,13 +44,14 @@ def check_model(model: nn.Module, batch: Batch, losses: Losses | None = None) ->
 
     `batch` is what the model takes: a tensor, a tuple, or a mapping of keyword arguments, with at
     least two samples along the first axis. `losses(model, batch)` returns one loss per sample; by
-    default the outputs are weighted by fixed random numbers and added up.
+    default the outputs are weighted by fixed random numbers and added up. In the copy that is
+    checked, weights that are all zero are drawn at random, so that what lies behind them is too.
 
     Raises:
         UnsupportedModuleError: a module is refused by name, as in a run.
         RefereeError: a sample's norm or the clipped sum of a parameter is another one.
     """
-    twin, given = copy.deepcopy(model).double().eval(), _double(batch)
+    twin, given = _without_zeros(copy.deepcopy(model).double().eval()), _double(batch)
     found = losses or _weighted_outputs
     size = _size(given)
     if size < 2:
@@ -74,10 +80,12 @@ def check_model(model: nn.Module, batch: Batch, losses: Losses | None = None) ->
     if left:
         raise RefereeError(f"{left[0]}: the engine left its forward there", name=left[0])
     _run(twin.train(), [given], found, clip_norm)  # What only training shows is refused here.
-    plan = ClippingEngine(twin, clip_norm=clip_norm).plan()
-    return Conformance(
-        samples=size, rules={name: row.kind for row in plan for name in row.parameters}
-    )
+    sums, plan = wanted.clipped_sum, ClippingEngine(twin, clip_norm=clip_norm).plan()
+    least = EXERCISED * _norm(sums.values())
+    rules = {name: row.kind for row in plan for name in row.parameters}
+    unchecked = tuple(name for name in rules if float(sums[name].norm()) <= least)
+    checked = {name: kind for name, kind in rules.items() if name not in unchecked}
+    return Conformance(samples=size, rules=checked, unchecked=unchecked)
 
 
 def check_rule(module: nn.Module, inputs: Batch | None = None) -> Conformance:
@@ -125,7 +133,7 @@ def _compare(got: ReferenceSum, wanted: ReferenceSum, how: str) -> None:
     whole = _norm(wanted.clipped_sum.values())
     for name, expected in wanted.clipped_sum.items():
         off = float((got.clipped_sum[name] - expected).norm())
-        if not off <= TOLERANCE * max(float(expected.norm()), 1e-2 * whole):
+        if not off <= TOLERANCE * max(float(expected.norm()), 1e-4 * whole):
             whole_of_it = float(expected.norm())
             raise RefereeError(
                 f"{name}, {how}: its clipped sum is off by {off:.3g}, of {whole_of_it:.3g}",
@@ -139,9 +147,8 @@ def _weighted_outputs(model: nn.Module, batch: Any) -> Tensor:
         outputs = model(**batch)
     else:
         outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    found = outputs.values() if isinstance(outputs, Mapping) else outputs
     size, totals = _size(batch), []
-    for value in [found] if isinstance(found, Tensor) else found:
+    for value in tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if value.shape[:1] == (size,):
@@ -164,6 +171,16 @@ def _rows(batch: Any, rows: slice) -> Any:
 def _double(batch: Any) -> Any:
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map_only(Tensor, lambda v: v.double() if v.is_floating_point() else v, plain)
+
+
+def _without_zeros(model: nn.Module) -> nn.Module:
+    """Weights that are all zero, such as the second factor of a new LoRA, stop gradients."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.is_floating_point() and not bool(value.any()):
+                value.copy_(0.1 * torch.randn(value.shape, generator=draw))
+    return model
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.models import build_model, load_model
 from shuffled_dpsgd.tasks import digits
-from shuffled_dpsgd.tasks.advice import SIMPLE_WINS_BELOW, advise_run
+from shuffled_dpsgd.tasks.advice import SIMPLE_WINS_BELOW, SIMPLE_WINS_ON, advise_run
 from shuffled_dpsgd.tasks.config import DataConfig, ModelConfig
 from shuffled_dpsgd.tasks.models import simpler_model
 from shuffled_dpsgd.tasks.tokens import load_tokenizer
@@ -54,7 +56,40 @@ def test_the_advice_names_the_simple_model_where_the_committed_runs_say_so() -> 
     for large, small in zip(found["large"], found["small"], strict=True):
         assert large["target"] == small["target"]
         wins = small["heldout_accuracy"] > large["heldout_accuracy"]
-        assert wins == (large["signal_to_noise_over_run"] < SIMPLE_WINS_BELOW)
+        assert wins == (large["signal_to_noise_over_run"] < SIMPLE_WINS_ON["digits"])
+
+
+def bound_and_score(path: Path) -> tuple[float, float]:
+    cell = json.loads(path.read_text())
+    batch, steps = cell["config"]["training"]["expected_batch_size"], cell["num_steps"]
+    noise = math.hypot(*(b["noise_multiplier"] * b["dimension"] ** 0.5 for b in cell["blocks"]))
+    return math.sqrt(steps) * batch / noise, cell["score"]
+
+
+@pytest.mark.parametrize(("sweep", "floor", "split"), [("sst2", "sst2-linear", "dev")])
+def test_elsewhere_it_is_named_only_where_it_won_on_record(
+    sweep: str, floor: str, split: str
+) -> None:
+    lines = (RESULTS / "frontier" / f"{floor}.jsonl").read_text().splitlines()
+    cells = [cell for cell in map(json.loads, lines) if cell["stage"] == "figure"]
+    named = {True: 0, False: 0}
+    for path in sorted((RESULTS / sweep).glob("main_shuffled-certified_*")):
+        asked = json.loads(path.read_text())["epsilon"]
+        small = [cell["accuracy"][split] for cell in cells if cell["epsilon"] == asked]
+        if small:
+            bound, large = bound_and_score(path)
+            named[bound < SIMPLE_WINS_BELOW] += 1
+            assert bound >= SIMPLE_WINS_BELOW or fmean(small) > large + 2 * stdev(small)
+    assert all(named.values()), "the records have both"
+
+
+@pytest.mark.parametrize(("epsilon", "said"), [(0.1, True), (8.0, False)])
+def test_the_verb_names_a_linear_model_where_it_won_everywhere(epsilon: float, said: bool) -> None:
+    sizes = ("--dataset-size", 67349, "--batch-size", 1000, "--epochs", 3, "--dimension", 22713986)
+    options = ("--epsilon", epsilon, "--delta", 7.4e-6, *sizes)
+    result = CliRunner().invoke(app, ["advise", *map(str, options)])
+    assert result.exit_code == 0, result.output
+    assert ("a linear model won in all our runs" in " ".join(result.stdout.split())) == said
 
 
 def test_advice_on_the_digits_at_a_small_and_at_a_large_budget() -> None:

@@ -157,6 +157,8 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 
 def _suggestions(advice: Advice) -> Iterator[str]:
     """What to change, the most useful first."""
+    from shuffled_dpsgd.tasks.advice import SIMPLE_WINS_BELOW
+
     now, batch, needs = advice.now, advice.batch, advice.needs
     if advice.units is not None:
         yield f"units: {advice.units.describe()}"
@@ -165,7 +167,13 @@ def _suggestions(advice: Advice) -> Iterator[str]:
         yield (
             f"model: `{advice.simpler.keys}` trains {other.dimension:,} weights instead of "
             f"{now.dimension:,}: the ratio rises from {now.over_run:.2g} to {other.over_run:.2g}. "
-            "Under so much noise the simpler model is likely to win (docs/advice.md)"
+            f"Below a ratio of {advice.simpler.below:g} the simpler model won in our runs of this task "
+            "(docs/advice.md)"
+        )
+    elif advice.preview is None and now.over_run < SIMPLE_WINS_BELOW:
+        yield (
+            "model: under so much noise a linear model won in all our runs, of pixels or of a frozen "
+            "encoder's features (docs/advice.md)"
         )
     if batch.expected_batch_size != now.expected_batch_size:
         yield (

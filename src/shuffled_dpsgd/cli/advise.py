@@ -167,13 +167,13 @@ def _suggestions(advice: Advice) -> Iterator[str]:
         yield (
             f"model: `{advice.simpler.keys}` trains {other.dimension:,} weights instead of "
             f"{now.dimension:,}: the ratio rises from {now.over_run:.2g} to {other.over_run:.2g}. "
-            f"Below a ratio of {advice.simpler.below:g} the simpler model won in our runs of this task "
-            "(docs/advice.md)"
+            f"Below a ratio of {advice.simpler.below:g} the simpler model won in our runs of this "
+            "task (docs/advice.md)"
         )
     elif advice.preview is None and now.over_run < SIMPLE_WINS_BELOW:
         yield (
-            "model: under so much noise a linear model won in all our runs, of pixels or of a frozen "
-            "encoder's features (docs/advice.md)"
+            "model: under so much noise a linear model won in all our runs, of pixels or of a "
+            "frozen encoder's features (docs/advice.md)"
         )
     if batch.expected_batch_size != now.expected_batch_size:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli.main import app
@@ -53,3 +54,13 @@ def test_eight_billion_weights_in_four_bits_fit_in_24_gib() -> None:
     assert "not measured" in shown
     two = [*asked, "--bits", "16", "--physical-batch", "2", "--json"]
     assert not json.loads(CliRunner().invoke(app, two).stdout)["fits"]
+
+
+@pytest.mark.parametrize(
+    "further",
+    [["--lora-rank", "8", "--gpus", "8"], ["--lora-rank", "8", "--half-weights"], ["--bits", "4"]],
+)
+def test_options_that_would_change_nothing_are_refused(further: list[str]) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "gpt2", *further])
+    assert done.exit_code == 2
+    assert "--lora-rank" in done.output

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GIB = 2.0**30
 IMAGE_TOKENS, USUAL_TOKENS = 197, 128
+BATCH_SIZE, RECORDS = 1000, 50_000
 STRATEGIES: tuple[Strategy, ...] = ("replicated", "sharded", "hybrid")
 COUNTS = [2**power for power in range(11)]
 SHOWN = {
@@ -68,9 +69,9 @@ def plan(
     gpus: Gpus = 1,
     gpu: GpuKind = "h200",
     length: Length = None,
-    batch_size: BatchSize = 1000,
+    batch_size: BatchSize = BATCH_SIZE,
     physical_batch: Physical = None,
-    records: Records = 50_000,
+    records: Records = RECORDS,
     lora_rank: LoraRank = None,
     bits: Bits = "16",
     half: Half = False,
@@ -99,8 +100,19 @@ def plan(
             "--length", expected=f"at most {shapes.length} tokens of {model}", got=job.length
         )
     if lora_rank is not None:
+        if (gpus, batch_size, records, half) != (1, BATCH_SIZE, RECORDS, False):
+            raise InvalidArgumentError(
+                "--lora-rank",
+                expected="no --gpus, --batch-size, --records or --half-weights beside it",
+                got="one of them",
+                remedy="adapters are planned on one GPU, and their memory alone",
+            )
         _plan_adapters(model, shapes, kind, job, physical_batch, lora_rank, bits, as_json=as_json)
         return
+    if bits != "16":
+        raise InvalidArgumentError(
+            "--bits", expected="--lora-rank beside it: only frozen weights are quantised", got=bits
+        )
     estimates: dict[Strategy, Estimate] = {}
     described: dict[Strategy, dict[str, Any]] = {}
     scaling = {}

@@ -46,9 +46,9 @@ HOST_SECONDS_PER_LAYER = 3.1e-3
 STEP_SECONDS = 6e-3
 # 28 ps per parameter on an H200, as bytes at its bandwidth.
 STEP_BYTES_PER_PARAMETER = 28e-12 * 4.8e12
-# Of the links' peak rates; assumed. It gives 280 GB/s between nodes of eight H100, where others
-# report 216 to 470 GB/s for all-reduce (github.com/NVIDIA/nccl/issues/2409) and some 200 GB/s for
-# all-gather on 256 GPUs (issue 1218).
+# Of the links' peak rates; assumed. It gives 280 GB/s between nodes of eight H100. Others report
+# 360 to 260 GB/s for reduce-scatter on 4 to 128 of them (github.com/NVIDIA/nccl/issues/1229), 350
+# for all-gather (issue 1281), and 200 on 32 in one case (issue 1218).
 LINK_SHARE = 0.7
 # How far steps measured on an H200 were from this model, which `tests/scaling` holds against them.
 TIME_ERROR, MEMORY_ERROR = 0.45, 0.08

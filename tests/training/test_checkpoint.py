@@ -250,7 +250,7 @@ def test_a_full_disk_is_called_full_and_leaves_nothing(
         save_checkpoint(private, tmp_path)
     full = SimpleNamespace(free=4096)
     monkeypatch.setattr("shutil.disk_usage", lambda path: full)
-    with pytest.raises(CheckpointError, match="the disk has 4,096 bytes free"):
+    with pytest.raises(CheckpointError, match="the disk is full: 4,096 bytes are free"):
         save_checkpoint(private, tmp_path)
     assert not [*tmp_path.iterdir()]
 

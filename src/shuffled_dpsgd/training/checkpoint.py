@@ -115,7 +115,7 @@ def save_checkpoint(
             finish_files(temporary, names, shards)
             put_in_place(temporary, target)
         except (OSError, SafetensorError, RuntimeError) as error:
-            failure = _not_written(target, error)
+            failure = not_written(target, error)
             shutil.rmtree(temporary, ignore_errors=True)
             raise failure from error
         prune(root, keep=keep, spare=target)
@@ -133,14 +133,17 @@ def _make_room(root: Path, step: int) -> Path:
     try:
         temporary.mkdir()
     except OSError as error:
-        raise _not_written(root / f"checkpoint-{step:08d}", error) from error
+        raise not_written(root / f"checkpoint-{step:08d}", error) from error
     return temporary
 
 
-def _not_written(target: Path, error: Exception) -> CheckpointError:
-    # Of a full disk torch only says that the file is shorter than it should be.
+def not_written(target: Path, error: BaseException) -> CheckpointError:
+    """What to raise where a checkpoint could not be written.
+
+    Of a full disk torch only says that a file is shorter than it should be.
+    """
     free = shutil.disk_usage(target.parent).free
-    reason = f"the disk has {free:,} bytes free" if free < _ROOM_LEFT else str(error)
+    reason = f"the disk is full: {free:,} bytes are free" if free < _ROOM_LEFT else str(error)
     return CheckpointError(
         f"{target}: could not be written ({reason}); make room or mend the disk, then resume: "
         "checkpoints written before it are whole"

@@ -21,7 +21,7 @@ from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.runtime.shards import is_sharded
-from shuffled_dpsgd.training.checkpoint import Kinds, compare_kinds, named_tensors
+from shuffled_dpsgd.training.checkpoint import Kinds, compare_kinds, named_tensors, not_written
 from shuffled_dpsgd.training.checkpoint_folder import hash_file
 
 # The folder of the shards inside a checkpoint.
@@ -50,7 +50,10 @@ def write_shards(
             storage_writer=FileSystemWriter(folder, sync_files=True),
         )
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{folder}: could not be written ({_line(error)})") from error
+        failure = not_written(checkpoint, _first_cause(error))
+        if isinstance(error, CheckpointException):
+            world.is_any(True)  # All look at the disk before the first of them tidies up.
+        raise failure from error
     own = [*folder.glob(f"__{world.rank}_*"), *([folder / _METADATA] if world.leads else [])]
     found = world.gather({f"{SHARDS}/{path.name}": hash_file(path) for path in own})
     if world.leads:
@@ -79,7 +82,7 @@ def read_shards(
     try:
         load(wanted, storage_reader=FileSystemReader(folder))
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{folder}: could not be read ({_line(error)})") from error
+        raise CheckpointError(f"{folder}: could not be read ({_first_cause(error)})") from error
 
 
 def check_shards(source: Path, model: torch.nn.Module) -> None:
@@ -147,5 +150,7 @@ def _is_spread(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_sharded(value)
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _first_cause(error: BaseException) -> BaseException:
+    """What went wrong on the first rank that failed, without torch's traces."""
+    causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((cause for cause, _ in causes), error)

@@ -14,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import shard, spread, whole
@@ -344,20 +346,38 @@ def killed_in_a_step(rank: int) -> None:
     run(private, case)
 
 
-def hanging(rank: int, seconds: float) -> dict[str, str]:
-    """One rank takes too long over a step; what the others say of it."""
+def each_layer_sharded() -> nn.Module:
+    """Several layers, each gathered when it runs."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 6) for _ in range(3)]
+    return fully_shard(nn.Sequential(*map(fully_shard, layers)))
+
+
+def hanging(rank: int, seconds: float, inside: bool) -> dict[str, str]:
+    """One rank takes too long over a step, or `inside` the forward of a sharded model; what the
+    others say of it."""
     case, world = mlp_case(), current_world()
-    private = start(case)
+    if inside:
+        case = replace(case, make=each_layer_sharded)
+    private = start(case, check_rate=0.0, shuffle="off", num_steps=9)
     private.sampler = FixedSampler([1, 2, 3, 4])
+    if inside:
+        run(private, case, num_steps=8)  # Checks run the model in rounds of their own.
     assert isinstance(world, GroupWorld)
     world.end()
     heartbeat.BEAT_S, heartbeat.PATIENCE_S = 0.2, 0.6
     world._heartbeat = heartbeat.Heartbeat(_store(), world.rank, range(world.size), name="all")
 
+    def hang(*_: Any) -> None:
+        if world.rank == rank:
+            time.sleep(seconds)
+
     def step() -> None:
         for batch in private.batches(case.data, num_steps=1):
-            if world.rank == rank:
-                time.sleep(seconds)
+            if inside:
+                next(private.model.children()).register_forward_hook(hang)
+            else:
+                hang()
             private.backward(case.loss(private.model, batch))
             private.step()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -32,6 +34,7 @@ from shuffled_dpsgd.distributed import World, current_world
 from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.unshard import ShardedWeight
 from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
+from shuffled_dpsgd.distributed.world import _scatter_sum
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
@@ -187,6 +190,25 @@ def held_in_a_run() -> dict[str, Any]:
     }
 
 
+class BegunScatters:
+    """Sends sums as ever, and counts those on their way when the next are sent."""
+
+    def __init__(self) -> None:
+        self.overlapping = 0
+        self._pending = 0
+
+    def __call__(self, *args: Any, **options: Any) -> mock.Mock:
+        self.overlapping += self._pending > 0
+        self._pending += 1
+        work = _scatter_sum(*args, **options)
+
+        def wait() -> None:
+            self._pending -= 1
+            work.wait()
+
+        return mock.Mock(wait=wait)
+
+
 def sums_held() -> dict[str, Any]:
     """Backwards of eight blocks: the sums that are alive at once, and what is gathered for them."""
     case = replace(CASES["mlp"](torch.float32), make=lambda: shard(Deep()))
@@ -213,8 +235,11 @@ def sums_held() -> dict[str, Any]:
             return settle(self, batch)
 
     sharding.sums.scatter = scattered
-    with mock.patch.object(LayerByLayer, "_settle_all", settled):
+    begun = BegunScatters()
+    send = mock.patch("shuffled_dpsgd.distributed.world._scatter_sum", begun)
+    with mock.patch.object(LayerByLayer, "_settle_all", settled), send:
         run(private, case)
+    found["overlapping"] = begun.overlapping
     own = sum(total.nbytes for total in private.engine.clipped_sum().values())
     whole = [p.nbytes for p in Deep().parameters()]
     return found | {"own": own, "whole": sum(whole), "layer": max(whole) + 4 * Deep.HIDDEN}
@@ -530,7 +555,8 @@ def collectives_of_a_step(how: bool | str, shuffle: str) -> dict[str, Any]:
     case = CASES["bert"](torch.float32)
     if how:
         case = replace(case, make=spread(case.make, how))
-    private = replicas.start(case, shuffle=shuffle, check_rate=0.0, num_steps=16)
+    with Collectives() as first:
+        private = replicas.start(case, shuffle=shuffle, check_rate=0.0, num_steps=16)
     private.sampler = FixedSampler(*[[1, 2, 3, 4]] * 16)
     coin = mock.patch.object(type(private.streams), "coin", return_value=False)
     with coin:
@@ -538,12 +564,15 @@ def collectives_of_a_step(how: bool | str, shuffle: str) -> dict[str, Any]:
         pickled = mock.patch("pickle.dumps", side_effect=AssertionError("something is pickled"))
         with pickled, Collectives() as mode:
             run(private, case, num_steps=1)
+    modules = private.model.modules()
+    layers = [[p.nbytes for p in module.parameters(recurse=False)] for module in modules]
     return {
         "seen": mode.seen,
+        "sent first": [size for name, size in first.seen if "broadcast" in name],
         "state": sum(held(v).nbytes for v in tree_leaves([*private.optimizer.state.values()])),
         "rows": sum(held(p).nbytes for p in private.model.parameters()),
         "weights": sum(p.nbytes for p in private.model.parameters()),
-        "buckets": len(getattr(private.engine._schedule, "_buckets", ())),
+        "layers": [sum(sizes) for sizes in layers if sizes],
     }
 
 
@@ -551,9 +580,15 @@ def written_on_a_full_disk(directory: str) -> dict[str, Any]:
     """What saving shards says where no rank can write, and the files it leaves."""
     private, kept = start(CASES["mlp"](torch.float64)), Path(directory)
     writer = "shuffled_dpsgd.training.sharded_checkpoint.save"
-    with mock.patch(writer, side_effect=OSError(28, "No space left on device")):
-        found = refusal(lambda: save_checkpoint(private, kept))
-    return {"refused": found, "left": [path.name for path in kept.iterdir()]}
+    # As torch says it: a rank's file is shorter than it should be.
+    cause = RuntimeError("unexpected pos 704 vs 598")
+    failure = CheckpointException("write", {0: (cause, StackSummary())})
+    usage = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=4096))
+    with mock.patch(writer, side_effect=failure):
+        other = refusal(lambda: save_checkpoint(private, kept))
+        with usage:
+            full = refusal(lambda: save_checkpoint(private, kept))
+    return {"full": full, "other": other, "left": [path.name for path in kept.iterdir()]}
 
 
 def collectives_of_dtensors(directory: str) -> dict[str, Any]:
@@ -633,6 +668,7 @@ def refusals() -> dict[str, str]:
     return {
         "axis": attempt(fully_shard(square(), mesh=meshes["pp"])),
         "another mesh": attempt(fully_shard(square(), mesh=meshes[""]), mesh=meshes["tp"]),
+        "no mesh": attempt(fully_shard(square()), mesh="fsdp"),
         "two meshes": attempt(_on_two_meshes(meshes[""])),
         "not on it": attempt(square(), mesh=meshes[""]),
         "columns": attempt(fully_shard(square(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),

@@ -85,9 +85,12 @@ def test_a_rank_killed_in_a_shuffle_of_shards_ends_the_others(launcher: Launcher
     assert "another rank failed" not in said
 
 
-def test_a_rank_that_hangs_is_named_and_not_waited_for_for_ever(launcher: Launcher) -> None:
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_is_named_and_not_waited_for_for_ever(
+    launcher: Launcher, inside: bool
+) -> None:
     launcher.start(
-        HERE, "hanging", ranks=3, rank=1, seconds=3.0,
+        HERE, "hanging", ranks=3, rank=1, seconds=3.0, inside=inside,
         environment={"SHUFFLED_DPSGD_TIMEOUT_S": "1.5"},
     )  # fmt: skip
     assert launcher.wait() == [0, 0, 0]
@@ -95,7 +98,8 @@ def test_a_rank_that_hangs_is_named_and_not_waited_for_for_ever(launcher: Launch
         if rank != 1:
             assert f"rank {rank} has waited" in found["said"]
             assert found["said"].endswith(" s for rank 1\n")
-            expected = f"rank {rank} of 3 waited for facts of all ranks, but rank 1 did not come ("
+            what = "weights" if inside else "facts"
+            expected = f"rank {rank} of 3 waited for {what} of all ranks, but rank 1 did not come ("
             assert expected in found["refusal"]
 
 

@@ -180,7 +180,8 @@ class ShardedModel:
             if self._layerwise.is_open:
                 self._layerwise.enter(module)
             elif not self._is_whole:
-                return gathering(module, args, kwargs)
+                with self.shards.meeting():
+                    return gathering(module, args, kwargs)
             return _inputs(policy, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:

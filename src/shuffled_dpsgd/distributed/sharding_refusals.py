@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.shards import RowAxis, is_sharded
 
 _TENSOR = "tensor parallelism is not supported: a sample's norm would have parts on several ranks"
@@ -30,6 +31,8 @@ def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> 
     Raises:
         UnsupportedModuleError: naming the module or parameter.
     """
+    if declared is not None and not isinstance(declared, DeviceMesh):
+        raise InvalidArgumentError("mesh", expected="a DeviceMesh of PyTorch", got=declared)
     sharded = [name for name, p in model.named_parameters() if is_sharded(p)]
     if not isinstance(model, FSDPModule):
         wrapped = any(isinstance(module, FSDPModule) for module in model.modules())

@@ -114,6 +114,10 @@ class World:
         """
         return nullcontext()
 
+    def meeting(self) -> AbstractContextManager[None]:
+        """The same around a single call for which torch waits for all ranks: who hangs is named."""
+        return nullcontext()
+
 
 class GroupWorld(World):
     """The ranks of torch's default process group, or of a part of it.
@@ -243,6 +247,11 @@ class GroupWorld(World):
                 raise self._gone("weights of all ranks", error) from error
             raise
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        with self.explaining(), self._waiting():
+            yield
+
     def end(self) -> None:
         """End the thread that tells the others how far this rank is."""
         if self._heartbeat is not None:
@@ -273,10 +282,13 @@ class GroupWorld(World):
     def _expecting(self, what: str) -> Iterator[None]:
         """Say which rank is gone, if one is, instead of which socket."""
         try:
-            with nullcontext() if self._heartbeat is None else self._heartbeat.waiting():
+            with self._waiting():
                 yield
         except RuntimeError as error:
             raise self._gone(what, error) from error
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._heartbeat is None else self._heartbeat.waiting()
 
     def _gone(self, what: str, error: Exception) -> RankError:
         known = _failures(self._in_launch)

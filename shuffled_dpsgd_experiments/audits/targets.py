@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from shuffled_dpsgd.auditing.target import AuditTarget
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.auditing.target import AuditTarget, refuse_budget
 from shuffled_dpsgd.tasks import build_task, digits
 from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
@@ -45,13 +44,7 @@ def black_box_target(
     """Runs of a file's task; without a file, of the digits ViT on the first 200 digits."""
     if config is None:
         return _small_vits(0.1 if noise_multiplier is None else noise_multiplier, num_steps or 60)
-    if config.privacy.budget is not None:
-        raise InvalidArgumentError(
-            "budget",
-            expected="none for an audit of the black box",
-            got=config.privacy.budget,
-            remedy="it shows losses of records, which carry no noise, so no budget covers it",
-        )
+    refuse_budget(config.privacy.budget, "losses of records, which the black box shows,")
     task = build_task(config)
     return starts_of(config, task.model), target_of(config, task)
 

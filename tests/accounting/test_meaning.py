@@ -84,7 +84,7 @@ def test_sst2_at_one_costs_a_person_with_eight_records_ten() -> None:
     claim = found.groups[2][1]
     assert claim.kind == "proven"
     assert claim.inputs["records"] == 8
-    assert "8 records of one person" in claim.assumptions[-1]
+    assert "8 records of one owner" in claim.assumptions[-1]
     assert found.replace_one.epsilon > found.add_remove.epsilon
 
 
@@ -99,6 +99,27 @@ def test_without_noise_nothing_is_bounded() -> None:
     assert found.advantage == 1.0
     assert {rate for _, rate in found.true_positive_rates} == {1.0}
     assert all(math.isinf(claim.epsilon) for _, claim in found.groups)
+    assert found.describe() == ("nothing is proven of any record",)
+
+
+@pytest.mark.parametrize("more", [{"steps_per_block": 4}, {"largest_batch": 130}])
+def test_where_nothing_is_proven_of_groups_the_lines_say_so(more: dict[str, int]) -> None:
+    size = {"dataset_size": 1000} if "largest_batch" in more else {}
+    run = {"noise_multiplier": 1.0, "sampling_prob": 0.1, "num_steps": 10, "delta": 1e-5}
+    lines = meaning_of(**run, **more, **size).describe()
+    assert "nothing is proven of whoever owns several records" in lines
+    assert not any("inf" in line for line in lines)
+
+
+def test_of_units_it_speaks_of_units() -> None:
+    run = SampledGaussian(noise_multiplier=1.0, sampling_prob=0.1, num_steps=10)
+    found, of_records = (what_it_means((run,), 1e-5, noun) for noun in ("unit", "record"))
+    text = str((found.describe(), found.to_json()))
+    assert "a unit is added" in text
+    assert "8 units of one owner" in text
+    assert "record " not in text
+    assert found.to_json()["epsilon_of"] == "unit"
+    assert found.groups[0][1].epsilon == of_records.groups[0][1].epsilon
 
 
 def test_every_line_and_every_figure_carries_its_kind() -> None:

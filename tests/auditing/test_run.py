@@ -100,6 +100,21 @@ def test_an_audit_counts_itself_with_the_steps_that_see_the_records(
     assert len(file.read().runs) == 1
 
 
+@pytest.mark.parametrize("audit", [audit_one_run, audit_steps])
+@pytest.mark.parametrize("shared", [{"noise": "banded", "bands": 2}, {"largest_batch": 72}])
+def test_steps_that_share_noise_or_draws_are_refused_before_anything_is_spent(
+    audit: Any, shared: dict[str, Any], tmp_path: Path
+) -> None:
+    """Alone, a step of theirs has other noise than the claim is about."""
+    file = BudgetFile(tmp_path / "b.json")
+    file.create(delta=1e-5, epsilon=None, adjacency="add-remove")
+    aimed = target(noise_multiplier=1.0, num_steps=4, budget=str(file.path), **shared)
+    setting = RunSetting(num_gradient_canaries=20, num_input_canaries=0, num_observations=20)
+    with pytest.raises(InvalidArgumentError, match=r"draws of their own|largest_batch"):
+        audit(aimed, setting)
+    assert not file.read().runs
+
+
 @pytest.mark.slow
 def test_paper_calibrated_steps_are_refuted_and_certified_ones_are_not() -> None:
     aimed = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cli.test_bad_input import settings, toml
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.training.budget import BudgetFile, CountedRun
 
@@ -117,3 +118,11 @@ def test_a_budget_in_a_file_of_settings_is_beside_that_file(tmp_path: Path) -> N
     raw = {"privacy": {"budget": "b.json"}}
     place_paths(raw, tmp_path / "folder")
     assert raw["privacy"]["budget"] == str(tmp_path / "folder" / "b.json")
+
+
+def test_what_replays_records_without_noise_is_refused(tmp_path: Path) -> None:
+    """Neither is the budget's file read nor any record."""
+    file = tmp_path / "run.toml"
+    file.write_text(toml(settings("digits", privacy__budget="b.json")))
+    said = invoke("audit", "sensitivity", "--config", file, "--records", 2, code=2)
+    assert "budget: expected none for what is shown without noise" in " ".join(said.split())

@@ -32,15 +32,17 @@ from shuffled_dpsgd.core.pld import (
 LOWER_ERROR = 1e-6
 NOISE_SHARE = 1e-3
 STATEMENT = (
-    "exact, not merely an upper bound: a gradient that no permutation moves attains it, so no "
-    "accountant that knows only clip, sampling rate, noise and steps can certify less"
+    "exact, not merely an upper bound: in exact arithmetic a gradient that no permutation moves "
+    "attains it, so no accountant that knows only clip, sampling rate, noise and steps can certify "
+    "less"
 )
 CONDITIONS = (
     "Poisson sampling, without a largest batch",
     "flat clipping to c over all trainable parameters, by a clip that follows no norms",
     "a batch clip c' of at least c, or none, on the block with the smallest noise",
     "one record added or removed",
-    "every step's noisy sums released, or every step's weights under SGD (momentum or not)",
+    "every step's noisy sums released, or every step's weights, of float32 or wider, under SGD "
+    "(momentum or not)",
 )
 
 

@@ -6,7 +6,7 @@
   every step. From δ(ε) of "with" against "without", any test with false-positive rate α has a
   true-positive rate of at most min over real ε of e^ε·α + δ(ε), and no test does better than its
   advantage δ(0) (true minus false positives).
-- A person who owns k records. Given the others, they join a step independently, so the sum moves by
+- Whoever owns k records. Given the others, they join a step independently, so the sum moves by
   at most the number that joined, and `pairs_of` prices the mixture over that number.
 """
 
@@ -44,7 +44,8 @@ class Meaning:
     """Proven bounds for one run: none of them can be exceeded, whoever attacks.
 
     `true_positive_rates` holds pairs (false-positive rate, bound of the true-positive rate), and
-    `groups` pairs (number of records of one person, claim about that person).
+    `groups` pairs (number of records of one owner, claim about that owner), infinite where nothing
+    is proven. `protected` is what is added or removed: a record, or a unit of several.
     """
 
     add_remove: PrivacyClaim
@@ -52,6 +53,7 @@ class Meaning:
     advantage: float
     true_positive_rates: tuple[tuple[float, float], ...]
     groups: tuple[tuple[int, PrivacyClaim], ...]
+    protected: str = "record"
     kind: Kind = "proven"
 
     def describe(self) -> tuple[str, ...]:
@@ -60,19 +62,26 @@ class Meaning:
             f"at most {rate:.3g} at {alpha:.1%} false positives"
             for alpha, rate in self.true_positive_rates
         )
-        groups = ", ".join(f"{claim.epsilon:.3g} for {k}" for k, claim in self.groups)
+        owner, known = f"whoever owns several {self.protected}s", list[str]()
+        for k, claim in self.groups:
+            known += [f"{claim.epsilon:.3g} for {k}"] if claim.epsilon < math.inf else []
+        if math.isinf(self.add_remove.epsilon):
+            return (f"nothing is {self.kind} of any {self.protected}",)
         return (
-            f"ε by adjacency ({self.kind}): {self.add_remove.epsilon:.4g} if a record is added or "
-            f"removed, {self.replace_one.epsilon:.4g} if it is replaced",
+            f"ε by adjacency ({self.kind}): {self.add_remove.epsilon:.4g} if a {self.protected} is "
+            f"added or removed, {self.replace_one.epsilon:.4g} if it is replaced",
             f"best attacker ({self.kind}): advantage at most {self.advantage:.3g}; "
             f"true positives {rates}",
-            f"ε of a person with several records ({self.kind}): {groups}",
+            f"ε of {owner} ({self.kind}): {', '.join(known)}"
+            if known
+            else f"nothing is {self.kind} of {owner}",
         )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the kind beside every figure."""
         return {
             "kind": self.kind,
+            "epsilon_of": self.protected,
             "epsilon_by_adjacency": {
                 "add-remove": _plain(self.add_remove),
                 "replace-one": _plain(self.replace_one),
@@ -94,7 +103,9 @@ def _plain(claim: PrivacyClaim) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def what_it_means(runs: tuple[SampledGaussian, ...], delta: float) -> Meaning:
+def what_it_means(
+    runs: tuple[SampledGaussian, ...], delta: float, protected: str = "record"
+) -> Meaning:
     """All bounds of this page for one run, or for several on the same data together."""
     here = tuple(replace(run, adjacency="add-remove") for run in runs)
     one = claim_together(here, delta)
@@ -108,7 +119,8 @@ def what_it_means(runs: tuple[SampledGaussian, ...], delta: float) -> Meaning:
             (alpha, 1.0 if curve is None else _true_positive_rate(curve, alpha))
             for alpha in FALSE_POSITIVE_RATES
         ),
-        groups=tuple((k, _group_claim(one, here, k)) for k in GROUP_SIZES),
+        groups=tuple((k, _group_claim(one, here, f"{k} {protected}s", k)) for k in GROUP_SIZES),
+        protected=protected,
     )
 
 
@@ -133,10 +145,10 @@ def _true_positive_rate(curve: DeltaCurve, alpha: float) -> float:
 
 
 def _group_claim(
-    one: PrivacyClaim, runs: tuple[SampledGaussian, ...], records: int
+    one: PrivacyClaim, runs: tuple[SampledGaussian, ...], many: str, records: int
 ) -> PrivacyClaim:
-    """The claim about a person with so many records, added or removed together."""
-    relation = f"neighbouring data sets differ by {records} records of one person, added or removed"
+    """The claim about an owner of so many records, added or removed together."""
+    relation = f"neighbouring data sets differ by {many} of one owner, added or removed"
     same = f"neighbouring data sets differ by {runs[0].adjacency}"
     return replace(
         one,

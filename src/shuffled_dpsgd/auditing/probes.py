@@ -16,7 +16,7 @@ import torch
 
 from shuffled_dpsgd.auditing.alignment import Aligner
 from shuffled_dpsgd.auditing.estimators.scores import ScorePair
-from shuffled_dpsgd.auditing.taps import OnProgress, Tensors
+from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, refuse_shared_steps
 from shuffled_dpsgd.auditing.updates import RewoundOptimizer
 from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw
@@ -84,6 +84,7 @@ class Prober:
 
     def __init__(self, private: PrivateTraining, *, seed: int) -> None:
         plan = private.plan
+        refuse_shared_steps(plan)
         self._private = private
         self._spec = private.spec if plan.permutes else None
         self._scale = plan.expected_batch_size / plan.clip_norm

@@ -22,7 +22,7 @@ from shuffled_dpsgd.auditing.model_attacks import record_attack, step_attacks
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import reach_of
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_note
-from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
+from shuffled_dpsgd.auditing.taps import OnProgress, refuse_shared_steps, train, trainable
 from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting, count_in_budget
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Membership, report_on
 from shuffled_dpsgd.core.plan import PrivacyPlan
@@ -48,6 +48,7 @@ def audit_steps(
     started = time.perf_counter()
     private = target.start(len(target.data))
     plan = private.plan
+    refuse_shared_steps(plan)
     steps = min(setting.warmup_steps, plan.num_steps)
     ended = count_in_budget(target, setting, plan, steps=steps)
     if steps:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks, Referee
 from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.training.data import MapStyle
@@ -17,6 +18,13 @@ from shuffled_dpsgd.training.private import PrivateTraining
 Tensors = Mapping[str, torch.Tensor]
 OnProgress = Callable[[int, int], object]
 """Called with (done, total)."""
+
+
+def refuse_shared_steps(plan: PrivacyPlan) -> None:
+    """Canaries have noise and draws of their own in every step; so must the plan."""
+    alone = plan.bands == 1 and plan.largest_batch is None
+    got = f"bands={plan.bands}, largest_batch={plan.largest_batch}"
+    require(alone, "plan", "steps with noise and draws of their own, as canaries have", got)
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -93,10 +101,7 @@ class InjectingEngine:
 
 def tap(private: PrivateTraining, extra: Callable[[Tensors], Tensors]) -> RecordingMechanism:
     """Inject `extra` into every step of the run, with nobody at the door, and record releases."""
-    plan = private.plan
-    alone = plan.bands == 1 and plan.largest_batch is None
-    got = f"bands={plan.bands}, largest_batch={plan.largest_batch}"
-    require(alone, "plan", "steps with noise and draws of their own, as canaries have", got)
+    refuse_shared_steps(private.plan)
     recorder = RecordingMechanism(private.mechanism)
     private.engine = InjectingEngine(private.engine, extra)  # type: ignore[assignment]
     private.mechanism = recorder

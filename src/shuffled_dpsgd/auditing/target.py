@@ -63,6 +63,17 @@ class RunSetting:
         )
 
 
+def refuse_budget(budget: str | None, shown: str) -> None:
+    """An audit that shows what has no noise is refused where the records have a budget."""
+    if budget is not None:
+        raise InvalidArgumentError(
+            "budget",
+            expected="none for what is shown without noise",
+            got=budget,
+            remedy=f"{shown} carry no noise, so no budget covers them; audit other records",
+        )
+
+
 def count_in_budget(
     target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
 ) -> Callable[[], object]:

@@ -84,11 +84,13 @@ def replay_target(
 def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, str]:
     """The configured task's model and its first records."""
     from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.auditing.target import refuse_budget
     from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd.tasks import build_task, digits, load_config
     from shuffled_dpsgd.tasks.start import chosen_device
 
     config = digits.default_config() if path is None else load_config(path)
+    refuse_budget(config.privacy.budget, "replayed sums")
     task = build_task(config)
     if count > len(task.train_data):
         raise InvalidArgumentError(

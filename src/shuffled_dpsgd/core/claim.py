@@ -1,7 +1,6 @@
 """What leaves this room: an ε that says how it was obtained and how far it can be trusted.
 
-A bare number invites the reader to take it for a guarantee. A `PrivacyClaim` therefore carries the
-word that tells the three apart: `proven` (a theorem holds under the stated assumptions),
+A bare number is taken for a guarantee. So a `PrivacyClaim` says `proven` (by a theorem),
 `heuristic` (an estimate nobody has proved) or `measured` (an empirical bound from an attack).
 """
 
@@ -23,8 +22,7 @@ Adjacency = Literal["add-remove", "replace-one"]
 class PrivacyClaim:
     """An (ε, δ) statement with its method, its kind, and everything it rests on.
 
-    `inputs` holds the quantities the number was computed from, so that a reader can recompute it.
-    An infinite `epsilon` is allowed and means that nothing is claimed.
+    `inputs` are what the number was computed from. An infinite `epsilon` claims nothing.
 
     >>> claim = PrivacyClaim(epsilon=1.0, delta=1e-5, method="PLD", kind="proven")
     >>> claim.describe()
@@ -51,13 +49,15 @@ class PrivacyClaim:
 
     def describe(self) -> str:
         """One line that always contains the kind."""
-        return f"ε = {self.epsilon:.4g} ({self.kind}) at δ = {self.delta:.3g} by {self.method}"
+        found = f"{self:.4g}" if math.isinf(self.epsilon) else f"ε = {self:.4g}"
+        return f"{found} at δ = {self.delta:.3g} by {self.method}"
 
     __str__ = describe
 
     def __format__(self, spec: str) -> str:
         """The number as `spec` asks for it, never without its kind."""
-        return f"{self.epsilon:{spec}} ({self.kind})" if spec else self.describe()
+        number = f"{self.epsilon:{spec}} ({self.kind})" if spec else self.describe()
+        return f"no ε is {self.kind}" if spec and math.isinf(self.epsilon) else number
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the kind travels with the number."""

@@ -17,7 +17,7 @@ from shuffled_dpsgd.accounting import Meaning, what_it_means
 from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
 from shuffled_dpsgd.accounting.together import claim_together, runs_of
 from shuffled_dpsgd.core import card as core_card
-from shuffled_dpsgd.core.card import CertifiedCard, counted
+from shuffled_dpsgd.core.card import THREAT_MODEL, CertifiedCard, counted
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
@@ -31,6 +31,7 @@ SMALL_PRINT = (
     "noise; this noise was not calibrated by it"
 )
 
+UNIT_THREAT_MODEL = THREAT_MODEL.replace("every record but one", "every unit but one")
 NUMBER_SETTLED = "so many steps and no more were settled on before the first"
 
 
@@ -108,8 +109,14 @@ class PrivacyCard(CertifiedCard):
 
         Computed when it is first asked for.
         """
-        runs = () if self.certified is None else runs_of(self.certified)
-        return what_it_means(runs, self.certified.delta) if self.certified and runs else None
+        if self.certified is None or not (runs := runs_of(self.certified)):
+            return None
+        return what_it_means(runs, self.certified.delta, "unit" if self.of_units else "record")
+
+    @property
+    def of_units(self) -> bool:
+        """Whether it is about units of several records."""
+        return "every unit joins" in self.sampler
 
     @property
     def paper_is_small_print(self) -> bool:
@@ -294,7 +301,8 @@ def write_card(
     )
     mechanism = (*found.mechanism, *([] if plan.clip_quantile is None else [follows(plan)]))
     assumptions = (*found.use_assumptions, *not_checked)
-    return replace(found, mechanism=mechanism, use_assumptions=assumptions)
+    model = UNIT_THREAT_MODEL if found.of_units else THREAT_MODEL
+    return replace(found, mechanism=mechanism, use_assumptions=assumptions, threat_model=model)
 
 
 def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:

@@ -19,7 +19,7 @@ from shuffled_dpsgd.core.card import NOT_COVERED, SEVERAL_ROWS, THREAT_MODEL, US
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
+from shuffled_dpsgd.training.card import UNIT_THREAT_MODEL, AuditedBound, PrivacyCard
 
 CARD_FILE = "privacy_card.json"
 CLAIMS = ("certified", "certified_so_far", "paper")
@@ -78,11 +78,11 @@ def card_from_json(data: Mapping[str, Any]) -> PrivacyCard:
 
 def _check_words(card: PrivacyCard) -> None:
     """The fixed words of every card are there."""
-    alone = () if "every unit joins" in card.sampler else (SEVERAL_ROWS,)
+    alone, threat = ((), UNIT_THREAT_MODEL) if card.of_units else ((SEVERAL_ROWS,), THREAT_MODEL)
     for kept, words in (
         (card.not_covered, (*NOT_COVERED, *alone)),
         (card.use_assumptions, USE_ASSUMPTIONS),
-        ((card.threat_model,), (THREAT_MODEL,)),
+        ((card.threat_model,), (threat,)),
     ):
         missing = [line for line in words if line not in kept]
         if missing:

@@ -14,7 +14,8 @@ from shuffled_dpsgd.runtime.shards import any_sharded, spread_like
 class GuardedOptimizer:
     """Steps the user's optimizer; direct calls of `optimizer.step()` are refused until `remove`.
 
-    `shows_sums` says whether the weights after every update so far tell the sums it was given.
+    `shows_sums` says whether the weights after every update so far tell the sums it was given, in
+    exact arithmetic.
     """
 
     def __init__(
@@ -23,8 +24,10 @@ class GuardedOptimizer:
         self._optimizer = optimizer
         self._trainable = trainable
         self._updating = False
-        # Plain SGD is linear in the sums; a subclass may update in another way.
-        self.shows_sums = type(optimizer) is torch.optim.SGD
+        # Plain SGD is linear in the sums; a subclass may update in another way. Weights of few bits
+        # swallow small updates whole.
+        wide = all(torch.finfo(p.dtype).bits >= 32 for p in trainable.values())
+        self.shows_sums = wide and type(optimizer) is torch.optim.SGD
         self._is_sharded = any_sharded(trainable.values())
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 

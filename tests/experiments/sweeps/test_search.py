@@ -144,6 +144,18 @@ def test_runs_that_are_counted_together_follow_no_seed(
     assert [each.best_of for each in file.read().runs] == [None, 3.0]
 
 
+def test_every_try_of_a_tuning_counts(tmp_path: Path) -> None:
+    file = BudgetFile(tmp_path / "b.json")
+    file.create(delta=1e-4, epsilon=None, adjacency="add-remove")
+    tried = {**METHOD, "tuning": {"optimizer.learning_rate": [1e-2]}}
+    changes = {"tuning": {"epsilon": 1.0, "run": {}}, "methods": [tried]}
+    linear = {"run": {"model": {"name": "linear-digits"}}}
+    sweep = parse_sweep(laid_over(laid_over(RAW, changes), linear), budget=file.path)
+    (each,) = sweep.tuning_cells()
+    run_cell(each, Tasks())
+    assert [run.ending for run in file.read().runs] == ["finished"]
+
+
 def test_runs_of_another_price_are_refused_before_any_is_trained() -> None:
     (cell,) = searches()
     trained: list[Cell] = []

@@ -483,6 +483,10 @@ CASES: dict[str, tuple[Case, str]] = {
         changed("sst2", training__sharding="sharded"),
         "start the command with torchrun --nproc-per-node 2 or more",
     ),
+    "copies without nodes": (
+        changed("sst2", training__sharding="hybrid"),
+        "'hybrid' on several nodes of as many ranks",
+    ),
     "sharding unheard of": (changed("sst2", training__sharding="fsdp"), "sharding"),
     "views of a sentence": (
         changed("sst2", training__augmentation_multiplicity=2),

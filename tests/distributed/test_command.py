@@ -65,34 +65,42 @@ AVERAGED = 'privacy.shuffle = "off"\ntraining.weight_averaging = 0.5\n'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "call"), [("", "call"), (AVERAGED, "call_without_room")])
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "more", "call"),
+    [
+        ("sharded", 2, "", "call"),
+        ("sharded", 2, AVERAGED, "call_without_room"),
+        ("hybrid", 4, "", "call"),
+    ],
+)
 def test_a_key_of_the_file_shards_the_model(
-    launcher: Launcher, tmp_path: Path, more: str, call: str
+    launcher: Launcher, tmp_path: Path, sharding: str, ranks: int, more: str, call: str
 ) -> None:
     """The same scores as one process, a whole model in the folder, and nothing left to resume."""
     found = {}
-    for kind, ranks in (("replicated", 1), ("sharded", 2)):
+    node = {"LOCAL_WORLD_SIZE": "2"}
+    for kind, count in (("replicated", 1), (sharding, ranks)):
         path, folder = tmp_path / f"{kind}.toml", tmp_path / kind
         path.write_text(f'{SHARDED}{more}training.sharding = "{kind}"\n')
         arguments = ["train", "--config", str(path), "--output", str(folder), "--json"]
-        one, *others = launcher.run(HERE, call, ranks=ranks, arguments=arguments)
+        one, *others = launcher.run(HERE, call, ranks=count, environment=node, arguments=arguments)
         assert one["status"] == 0, one
         assert all(other == {"status": 0, "out": "", "err": ""} for other in others)
         found[kind] = json.loads(one["out"])
-    whole, parts = found["replicated"], found["sharded"]
+    whole, parts = found["replicated"], found[sharding]
     assert parts["finished"]
-    assert parts["steps_taken"] == entries(tmp_path / "sharded") == 2
+    assert parts["steps_taken"] == entries(tmp_path / sharding) == 2
     assert parts["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-4)
     assert parts["trainable_parameters"] == whole["trainable_parameters"]
     with (
-        safe_open(tmp_path / "sharded" / "model" / "model.safetensors", "pt") as mine,
+        safe_open(tmp_path / sharding / "model" / "model.safetensors", "pt") as mine,
         safe_open(tmp_path / "replicated" / "model" / "model.safetensors", "pt") as theirs,
     ):
         assert set(mine.keys()) == set(theirs.keys())
         for name in mine.keys():  # noqa: SIM118  (it is no dictionary)
             assert torch.allclose(mine.get_tensor(name), theirs.get_tensor(name), atol=1e-4)
-    again = ["train", "--resume", str(tmp_path / "sharded"), "--json"]
-    one, _ = launcher.run(HERE, "call", arguments=again)
+    again = ["train", "--resume", str(tmp_path / sharding), "--json"]
+    one, *_ = launcher.run(HERE, "call", ranks=ranks, environment=node, arguments=again)
     assert json.loads(one["out"])["already_finished"]
 
 

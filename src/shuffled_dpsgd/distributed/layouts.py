@@ -140,6 +140,9 @@ def gather_whole(world: World, tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    assert RowAxis.of(tensor).ranks == world.size, "the ranks that share the rows"
+    mesh, _, ranks = RowAxis.of(tensor)
+    assert ranks is not None, "rows spread over the last axis of a mesh"
+    if ranks < world.size:
+        world = world.divided(mesh.mesh.view(-1, ranks).tolist())
     (found,) = RowPieces(world, [tensor.shape]).gather([held(tensor).detach()], tensor.dtype)
     return found

@@ -22,7 +22,7 @@ TaskName = Literal[
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
-Sharding = Literal["replicated", "sharded"]
+Sharding = Literal["replicated", "sharded", "hybrid"]
 EmbeddingTraining = Literal["train", "freeze", "freeze-if-found"]
 NamedSet = Literal["sst2", "qqp", "mnli", "qnli", "e2e", "dart", "cifar10", "cifar100"]
 DataFormat = Literal["digits", NamedSet, "cifar", "image-folder", "csv", "jsonl", "hub"]
@@ -303,7 +303,7 @@ class RunConfig(Section):
             wanted = f"0 for {self.task}: only images have views"
         elif self.privacy.method == "opacus":
             wanted = "0 with method 'opacus', which would clip every view by itself"
-        elif self.training.sharding == "sharded":
+        elif self.training.sharding != "replicated":
             wanted = "0 for a sharded model, with which views are not tested"
         if views and wanted is not None:
             raise InvalidArgumentError(

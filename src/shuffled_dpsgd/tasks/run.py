@@ -115,9 +115,9 @@ def prepare(
             first_does(world, lambda: check_space(directory, task.model))
         compare_data(world, task.train_data)
         whole = None
-        if training.sharding == "sharded":
+        if training.sharding != "replicated":
             whole = copy.deepcopy(task.model) if world.leads else None
-            shard_model(task.model, world, device)
+            shard_model(task.model, world, device, a_copy_per_node=training.sharding == "hybrid")
         model = task.model.to(device)
         if config.seed is not None:
             seed_dropout(config.seed)

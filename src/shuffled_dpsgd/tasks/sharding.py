@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import torch
@@ -26,26 +27,32 @@ def compare_data(world: World, data: MapStyle) -> None:
         agree(world, facts, remedy="give every rank the same files")
 
 
-def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
+def shard_model(
+    model: nn.Module, world: World, device: torch.device, *, a_copy_per_node: bool = False
+) -> None:
     """Shard a model over all ranks by FSDP: each module of a `ModuleList`, then the rest.
 
-    They are moved to the device one by one, so that no device ever has the whole model.
+    They are moved to the device one by one, so that no device ever has the whole model. With
+    `a_copy_per_node` it is spread over the ranks of a node, as many as torchrun says.
 
     Raises:
-        InvalidArgumentError: there are no ranks to spread it over.
+        InvalidArgumentError: there are no ranks, or no nodes, to spread it over.
     """
-    if world.size == 1:
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if a_copy_per_node else world.size
+    copies, rest = divmod(world.size, sharers)
+    if sharers == 1 or rest or (a_copy_per_node and copies == 1):
         raise InvalidArgumentError(
             "training.sharding",
-            expected="'replicated' for one process",
-            got="sharded",
+            expected="'replicated' for one process; 'hybrid' on several nodes of as many ranks",
+            got=f"{sharers} of {world.size} ranks to share a model",
             remedy="start the command with torchrun --nproc-per-node 2 or more",
         )
     # torch.distributed.fsdp takes a while to import.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (world.size,))
+    axes = {"copies": copies, "shards": sharers} if a_copy_per_node else {"shards": sharers}
+    mesh = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
     for module in [*model.modules()]:
         if isinstance(module, nn.ModuleList):
             for block in module:

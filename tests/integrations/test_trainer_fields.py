@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {
     "debug": "underflow_overflow",
     "parallelism_config": "tensors",
     "deepspeed": "zero3.json",
+    "hub_strategy": "checkpoint",
     "loss_type": "aot",
     "f_divergence_type": "another",
 }

@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import types
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from integrations.tiny_llms import (
 )
 from shuffled_dpsgd.core.clip import PlainClipping
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.saved_card import read_card
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -340,29 +342,65 @@ def test_evaluation_generation_and_the_saved_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.generate(**prompt, max_new_tokens=3, do_sample=False), answer)
 
 
-def test_what_would_be_uploaded_has_the_card_and_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["sft", "plain"])
+def test_what_is_uploaded_is_the_model_and_its_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from fnmatch import fnmatch
+    """Nothing that was computed from records without noise, and no key, whenever it is uploaded."""
+    from shuffled_dpsgd.integrations import DPTrainer
 
-    uploads: list[dict[str, Any]] = []
-    hub = types.SimpleNamespace(
-        create_repo=lambda *_, **__: types.SimpleNamespace(repo_id="me/tiny"),
-        upload_folder=lambda **given: uploads.append(given),
-    )
+    sent: list[set[str]] = []
+    readmes = []
+
+    def upload(**given: Any) -> Any:
+        folder = Path(given["folder_path"])
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        sent.append({n for n in names if not any(fnmatch(n, p) for p in given["ignore_patterns"])})
+        readmes.extend(path.read_text() for path in folder.glob("README.md"))
+        return types.SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    made = types.SimpleNamespace(repo_id="me/tiny")
+    hub = types.SimpleNamespace(create_repo=lambda *_, **__: made, upload_folder=upload)
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
-    trainer = sft(tmp_path, config={"hub_model_id": "me/tiny"})
-    trainer.train()
+    config: dict[str, Any] = {
+        "hub_model_id": "me/tiny",
+        "push_to_hub": True,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    heldout = records("text", 30).select(range(24, 30))
+    if kind == "sft":
+        trainer = sft(tmp_path, config=config, eval_dataset=heldout)
+    else:
+        ids = [tokenizer()(text)["input_ids"] for text in records("text")["text"]]
+        trainer = DPTrainer(
+            llama(),
+            transformers.TrainingArguments(**settings(tmp_path, **config)),
+            train_dataset=[{"input_ids": row[:3], "labels": row[:3]} for row in ids],
+            eval_dataset=[{"input_ids": [4, 5, 6], "labels": [4, 5, 6]}],
+            privacy=privacy(),
+        )
+    result = trainer.train()
+    trainer.save_state()
+    trainer.save_metrics("train", result.metrics)
     trainer.push_to_hub()
-    (given,) = uploads
-    ignored = given["ignore_patterns"]
-    folder = Path(given["folder_path"])
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    sent = [name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)]
-    assert {"README.md", "privacy_card.json", "adapter_model.safetensors"} <= {*sent}
-    assert str(trainer.card()) in (folder / "README.md").read_text()
-    assert [name for name in names if name.endswith(".key")]
-    assert not [name for name in sent if name.endswith(".key")]
+    weights = "adapter_model.safetensors" if kind == "sft" else "model.safetensors"
+    assert len(sent) == 3
+    assert all(weights in names for names in sent)
+    last = {*sent[-1]} - {weights, "adapter_config.json", "config.json", "generation_config.json"}
+    words = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "training_args.bin"}
+    cards = {"README.md", *(f"privacy_card.{kind}" for kind in ("txt", "json", "html"))}
+    assert cards <= last <= cards | words
+    (folder,) = (tmp_path / "_uploaded").iterdir()
+    assert folder.name == tmp_path.name
+    assert str(read_card(folder)) in readmes[-1]
+    assert f"{trainer.card().certified}" in readmes[-1]
+    assert "Loss" not in readmes[-1]
+    assert (tmp_path / "trainer_state.json").exists()
+    assert trainer.state.log_history
 
 
 def private_version(stock: str) -> str:

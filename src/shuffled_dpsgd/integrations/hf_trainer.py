@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
 from shuffled_dpsgd.integrations.trainer_fields import settled
 from shuffled_dpsgd.integrations.trainer_files import (
     LEDGER_FILE,
+    UPLOADED,
     claim_ledger,
     load_private_part,
     save_private_part,
@@ -263,10 +264,33 @@ class DPTrainer(Trainer):
             load_private_part(self._started(), checkpoint, extras=extras)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's model card with the privacy section, ready for `push_to_hub`."""
+        """The Trainer's model card with the privacy section and no scores, which have no noise."""
+        logged, self.state.log_history = self.state.log_history, []
         super().create_model_card(*args, **kwargs)
+        self.state.log_history = logged
         if self.private is not None:
             self._write_card()
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, of a folder that holds the saved model and its card alone."""
+        with self._uploading():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with self._uploading():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """What lies in `output_dir` besides, such as logs and scores, stays where it is."""
+        kept = self.args.output_dir
+        folder = Path(kept) / UPLOADED / Path(kept).absolute().name
+        folder.mkdir(parents=True, exist_ok=True)
+        self.args.output_dir = str(folder)
+        try:
+            yield
+        finally:
+            self.args.output_dir = kept
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own; after `train()` the card in `output_dir` names the weights saved.

@@ -21,6 +21,7 @@ from shuffled_dpsgd.training import (
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 PRIVACY_FOLDER = "privacy"
+UPLOADED = "_uploaded"
 BEGIN = "<!-- privacy-card:begin -->"
 END = "<!-- privacy-card:end -->"
 HEADER = """---

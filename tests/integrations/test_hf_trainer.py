@@ -528,18 +528,32 @@ def test_weights_trained_on_without_privacy_are_not_saved_under_the_card(tmp_pat
             trainer.save_model(folder)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "get_train_dataloader", "_get_train_sampler"])
-def test_an_override_that_is_never_called_is_refused(tmp_path: Path, name: str) -> None:
-    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+def with_override(order: str, name: str) -> Any:
+    """A Trainer of ours that is put together with a user's class in one of four ways."""
+    from shuffled_dpsgd.integrations import DPTrainer
 
-    mine = type("Mine", (ShuffledDPTrainer,), {name: lambda self, *_, **__: None})
-    with pytest.raises(InvalidArgumentError, match=f"Mine.{name}"):
-        mine(
-            model=tiny_bert(),
-            args=arguments(tmp_path),
-            train_dataset=records(),
-            privacy=privacy(),
-        )
+    method = {name: lambda self, *_, **__: None}
+    mixin, trainer = (type("Theirs", of, dict(method)) for of in ((), (transformers.Trainer,)))
+    orders: dict[str, tuple[type, ...]] = {
+        "mixin": (mixin, DPTrainer),
+        "in front": (trainer, DPTrainer),
+        "behind": (DPTrainer, trainer),
+    }
+    return type("Mine", orders.get(order, (DPTrainer,)), {} if order in orders else dict(method))
+
+
+@pytest.mark.parametrize("order", ["subclass", "mixin", "in front", "behind"])
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "get_train_dataloader", "_get_train_sampler", "training_step"]
+)
+def test_an_override_that_is_never_called_is_refused(tmp_path: Path, name: str, order: str) -> None:
+    given = {"args": arguments(tmp_path), "train_dataset": records(), "privacy": privacy()}
+    kind = with_override(order, name)
+    if name == "training_step" and order != "behind":
+        kind(model=tiny_bert(), **given)
+        return
+    with pytest.raises(InvalidArgumentError, match=rf"(Mine|Theirs)\.{name}: "):
+        kind(model=tiny_bert(), **given)
 
 
 def test_a_router_loss_that_is_left_out_is_said(tmp_path: Path) -> None:

@@ -107,6 +107,11 @@ _NOT_CALLED = {
     "that, and data_collator",
     "_get_train_sampler": "records are drawn by Poisson sampling, the sampler accounted for",
 }
+# And those that it calls in a class in front of ours only.
+_IN_FRONT = (
+    *("training_step", "get_total_train_batch_size"),
+    *("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
+)
 
 
 def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
@@ -114,20 +119,20 @@ def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
 
     The losses of trainers in the modules `replaced` are computed record by record by `trainer`.
     """
-    known = ("transformers.", __package__, *replaced)
-    for owner in type(trainer).__mro__:
-        comes_first = issubclass(owner, own)
-        for name, remedy in _NOT_CALLED.items():
-            if owner.__module__.startswith(known) or name not in vars(owner):
-                continue
-            if not (comes_first or name == "compute_loss"):
-                continue
-            raise InvalidArgumentError(
-                f"{owner.__name__}.{name}",
-                expected="a method that private training calls",
-                got="an override that it never does",
-                remedy=remedy,
-            )
+    classes = type(trainer).__mro__
+    behind = dict.fromkeys(_IN_FRONT, f"put the class in front of {own.__name__}")
+    for place, owner in enumerate(classes):
+        if owner.__module__.startswith(("transformers.", __package__, *replaced)):
+            continue
+        never = _NOT_CALLED | (behind if place > classes.index(own) else {})
+        for name, remedy in never.items():
+            if name in vars(owner):
+                raise InvalidArgumentError(
+                    f"{owner.__name__}.{name}",
+                    expected="a method that private training calls",
+                    got="an override that it never does",
+                    remedy=remedy,
+                )
 
 
 def check_deciders(

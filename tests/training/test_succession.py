@@ -26,7 +26,7 @@ from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests train on the same rows."""
-    monkeypatch.setattr(succession, "_ON_ROWS", {})
+    monkeypatch.setattr(succession, "_ON_ROWS", [])
     monkeypatch.setattr(notices, "_said", set())
 
 
@@ -97,6 +97,51 @@ def test_a_cell_run_five_times_is_five_runs_and_its_owner_learns_it(
         private.close()
         assert (f"run {number} of this program on these records" in caplog.text) == (number > 1)
     assert f"{together(5):.4g} (proven)" in str(private.card())
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(model)
+
+
+def sharing_storage(model: torch.nn.Module) -> torch.nn.Module:
+    other = make_mlp()
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        mine.data = theirs.data
+    return other
+
+
+def frozen_inside(model: torch.nn.Module) -> torch.nn.Module:
+    model.requires_grad_(False)
+    return torch.nn.Sequential(model, torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("around", [wrapped, sharing_storage, frozen_inside])
+def test_the_same_weights_in_another_model_carry_what_they_released(around: Any) -> None:
+    model = make_mlp()
+    first = start(model, seed=3)
+    run(first, mlp_case())
+    first.close()
+    other = around(model)
+    second = start(other)
+    run(second, Case(make=lambda: other, data=vectors(), loss=classify))
+    assert epsilon(second) == together(2)
+    second.close()
+    with pytest.raises(InvalidArgumentError, match="the seed of an earlier run"):
+        run(start(other, seed=3), mlp_case())
+
+
+def test_rows_in_another_order_or_with_more_of_them_are_the_same_records() -> None:
+    """Strangers share no row, and are not counted."""
+    first = start(make_mlp())
+    run(first, mlp_case())
+    inputs, labels = vectors().tensors
+    order = torch.randperm(len(labels))
+    more = torch.utils.data.TensorDataset(inputs[order][:-1], labels[order][:-1])
+    strangers = torch.utils.data.TensorDataset(inputs + 1.0, labels)
+    for data, known in ((more, True), (strangers, False)):
+        second = start(make_mlp(), dataset_size=len(data))
+        run(second, Case(make=make_mlp, data=data, loss=classify))
+        assert any("1 earlier run" in line for line in second.card().not_covered) == known
 
 
 def test_runs_on_other_rows_are_added_too() -> None:

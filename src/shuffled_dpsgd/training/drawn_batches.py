@@ -197,7 +197,7 @@ class DrawnBatches:
             self._compare(data, run.steps_taken)
             with run.clock.part("checks"):
                 run.rows = survey(data)
-                run.history.begin(data, run.rows.identity)
+                run.history.begin(data, run.rows.sketch)
                 if units is None:
                     warn_of_repeats(run.plan, run.rows)
                 warn_of_labels(run.model, run.rows)

@@ -8,7 +8,7 @@ limited time; rows whose content is drawn anew at every load (augmentation) comp
 
 from __future__ import annotations
 
-import hashlib
+import heapq
 import math
 import time
 import warnings
@@ -36,21 +36,22 @@ _MOST_ROWS = 32
 _RELATIVE_ERROR = 0.01
 _SECONDS = 3.0
 _AT_ONCE = 64
-_FOR_IDENTITY = 64
+_IN_SKETCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """How often the most frequent row stands in a data set, as far as it was looked at.
 
-    `identity` is equal for equal rows in equal order, and known from some of them. `extremes` are
-    the least and the largest whole number of every field that has one, each with its row.
+    `sketch` has the least digests of rows: those of data that share many rows share some of it,
+    in whatever order. `extremes` are the least and the largest whole number of every field that has
+    one, each with its row.
     """
 
     largest: int
     compared: int
     total: int
-    identity: str
+    sketch: frozenset[bytes]
     extremes: Mapping[Hashable, tuple[tuple[int, int], tuple[int, int]]]
 
     @property
@@ -88,15 +89,13 @@ def _survey(data: MapStyle) -> Survey:
                 least, most = extremes.get(key, (found, found))
                 extremes[key] = min(least, found), max(most, found)
     counts = Counter(digests)
-    some = b"".join(digests[:_FOR_IDENTITY])
-    identity = hashlib.blake2b(some, key=f"{len(data)}".encode(), digest_size=16).hexdigest()
     places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
     largest = max(max(counts.values(), default=1), int(max(places, default=1)))
     return Survey(
         largest=largest,
         compared=len(digests),
         total=len(data),
-        identity=identity,
+        sketch=frozenset(heapq.nsmallest(_IN_SKETCH, counts)),
         extremes=extremes,
     )
 

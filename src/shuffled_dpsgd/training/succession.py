@@ -2,9 +2,10 @@
 
 In a notebook a cell is run again. The run it made before would still guard the optimizer, so a new
 one closes it; and the weights carry what both released, so the card of the new one prices them
-together. What a run spent is kept for the life of the process: by the model object, and by a digest
-of the rows. It survives `close()`, and a model that was copied or saved and loaded again is a new
-one here. A budget file (`budget.py`) keeps it for good.
+together. What a run spent is kept for the life of the process: by the parameters it trained and
+their storage, whatever model they are in, and by digests of rows. It survives `close()`; weights
+that were copied or saved and loaded again are new ones here. A budget file (`budget.py`) keeps it
+for good.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shuffled_dpsgd.accounting import PrivacyClaim, claim_together
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.budget import BudgetFile, CountedRun, counted
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.data import MapStyle
@@ -44,20 +48,22 @@ class _Spent:
 
     plan: PrivacyPlan
     ledger: Path | None
-    rows: str = ""
+    rows: frozenset[bytes] = frozenset()
     releases: int = 0
     first: str = ""
 
 
 _RUNS: weakref.WeakValueDictionary[int, PrivateTraining] = weakref.WeakValueDictionary()
-_ON_MODEL: weakref.WeakKeyDictionary[torch.nn.Module, list[_Spent]] = weakref.WeakKeyDictionary()
-_ON_ROWS: dict[str, list[_Spent]] = {}
+_ON_WEIGHTS = WeakIdKeyDictionary()
+_ON_ROWS: list[_Spent] = []
 
 
 def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Close any run that still holds the model or the optimizer, and say so."""
+    """Close any run that still holds the model, weights of it or the optimizer, and say so."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
     for run in {id(r): r for r in _RUNS.values()}.values():
-        if run.closed or not (run.model is model or run.optimizer is optimizer):
+        shared = any(id(p) in trained for p in run.model.parameters())
+        if run.closed or not (shared or run.model is model or run.optimizer is optimizer):
             continue
         run.close(because=_SUPERSEDED)
         warnings.warn(
@@ -88,27 +94,29 @@ class History:
         self.tells = budget is None
         self._run = weakref.ref(run)
         self._own = _Spent(plan=run.plan, ledger=run.ledger.path)
-        self._on_model = _ON_MODEL.setdefault(run.model, [])
-        self._before = tuple(self._on_model)
+        weights = list(run.model.parameters())
+        known = {id(each): each for key in _keys(weights) for each in _ON_WEIGHTS.get(key, ())}
+        self._before = tuple(known.values())
         self._beside: tuple[_Spent, ...] = ()
-        self._on_model.append(self._own)
+        for key in _keys(p for p in weights if p.requires_grad):
+            _ON_WEIGHTS.setdefault(key, []).append(self._own)
         self._budget = None if budget is None else BudgetFile(budget)
         self._data = self.in_budget = ""
         if self._budget is not None:
             first_does(run.world, lambda: self._counted().identity)
 
-    def begin(self, data: MapStyle, rows: str) -> None:
+    def begin(self, data: MapStyle, rows: frozenset[bytes]) -> None:
         """The run is about to draw from `data`; refuse what may not be released of it.
 
         Noise that hid other sums before, and runs that do not fit into the budget.
         """
         own, seed, run = self._own, self._own.plan.seed, self._owner()
-        if own.rows != rows:
-            known = _ON_ROWS.setdefault(rows, [])
-            self._beside = tuple(each for each in known if each not in self._on_model)
-            known.append(own)
-            own.rows = rows
-            number = 1 + sum(each.releases > 0 for each in known if each is not own)
+        if not rows <= own.rows:
+            own.rows |= rows
+            known = [each for each in _ON_ROWS if each.rows & own.rows and each is not own]
+            self._beside = tuple(each for each in known if each not in self._before)
+            _ON_ROWS[:] = [*(each for each in _ON_ROWS if each is not own), own]
+            number = 1 + sum(each.releases > 0 for each in known)
             if self.tells and number > 1:
                 say_once(SAME_ROWS.format(number))
         if seed is not None and any(each.plan.seed == seed for each in self._earlier()):
@@ -234,6 +242,12 @@ class History:
             identity=self._identity(),
             releases=run.ledger.spent,
         )
+
+
+def _keys(weights: Iterable[torch.Tensor]) -> Iterator[object]:
+    """What weights are known by: the parameters, and their storage, which a view shares."""
+    for weight in weights:
+        yield from (weight, held(weight).untyped_storage())
 
 
 def _plans(runs: list[_Spent]) -> list[PrivacyPlan]:

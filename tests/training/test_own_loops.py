@@ -219,9 +219,12 @@ def test_a_schedule_cannot_follow_the_training_loss() -> None:
     metrics = private.last_metrics
     assert metrics is not None
     assert metrics.loss is not None
-    for seen in (metrics.loss, sum([metrics.loss, metrics.loss]) / 2, 1.0 - metrics.loss * 0.5):
+    loss, block = metrics.loss, metrics.release.blocks[0]
+    plain = (loss, sum([loss, loss]) / 2, 1.0 - loss * 0.5, -loss, abs(loss), round(loss, 3))
+    norms = (block.sum_norm, metrics.signal_to_noise, private.last_sample_norms.mean())
+    for seen in (*plain, loss**2, loss // 0.1, *norms, private.last_sample_norms.max().item):
         with pytest.raises(InvalidArgumentError, match="without noise"):
-            plateau.step(seen)
+            plateau.step(seen() if callable(seen) else seen)
     assert json.loads(json.dumps(metrics.to_json()))["loss"] == metrics.loss
     assert f"{metrics.loss:.3f}" == f"{metrics.loss + 0.0:.3f}"
 

@@ -23,22 +23,16 @@ class Unnoised(float):
 
     It prints, sums and goes into JSON as any other, and so does what is computed from it. What
     takes it for a plain number by `float()`, as `ReduceLROnPlateau` does, is refused: a choice made
-    by it is a release that no ε covers.
+    by it is a release that no ε covers. A copy by `torch.tensor` or numpy is plain.
 
-    >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1, type(sum([Unnoised(0.25)]) / 2).__name__
+    >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1, type(-sum([Unnoised(0.25)]) / 2).__name__
     ('0.2', True, 'Unnoised')
     """
 
     __slots__ = ()
 
     def __float__(self) -> float:
-        raise InvalidArgumentError(
-            "metrics",
-            expected="a number that may decide something, such as a score on public records",
-            got=f"{float.__repr__(self)}, computed from the training records without noise",
-            remedy="let no schedule, early stopping or choice of weights read it; to write it "
-            "down, print it or put it into JSON as it is",
-        )
+        raise _refusal(float.__repr__(self))
 
 
 def _keeping(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,9 +45,30 @@ def _keeping(operation: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     for _method in (f"__{_name}__", f"__r{_name}__"):
         setattr(Unnoised, _method, _keeping(getattr(float, _method)))
+for _name in ("neg", "pos", "abs", "round"):
+    setattr(Unnoised, f"__{_name}__", _keeping(getattr(float, f"__{_name}__")))
+
+
+class UnnoisedTensor(torch.Tensor):
+    """The same for a tensor, and for tensors computed from it. `tolist` writes it down."""
+
+    def __float__(self) -> float:
+        raise _refusal(repr(self.tolist()))
+
+    item = __float__
+
+
+def _refusal(got: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "metrics",
+        expected="a number that may decide something, such as a score on public records",
+        got=f"{got}, computed from the training records without noise",
+        remedy="let no schedule, early stopping or choice of weights read it; to write it down, "
+        "print it or put it into JSON as it is",
+    )
 
 
 def _unnoised(value: float | None) -> Unnoised | None:
@@ -72,7 +87,7 @@ class BlockRelease:
     @functools.cached_property
     def sum_norm(self) -> float:
         """Norm of the block's sum; waits for the device, so it is read only where asked for."""
-        return float(self.norm_on_device)
+        return Unnoised(self.norm_on_device)
 
     @property
     def batch_clip_factor(self) -> float:
@@ -208,4 +223,4 @@ def signal_to_noise(release: Release) -> float:
     """Norm of what was released over the expected norm of its noise."""
     noise = math.hypot(*(block.noise_norm for block in release.blocks))
     signal = math.hypot(*(b.sum_norm * b.batch_clip_factor for b in release.blocks))
-    return signal / noise if noise else math.inf
+    return Unnoised(signal / noise if noise else math.inf)

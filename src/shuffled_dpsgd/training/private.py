@@ -52,7 +52,13 @@ from shuffled_dpsgd.training.guards import (
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
-from shuffled_dpsgd.training.metrics import LossMeter, Release, StepMetrics, describe_step
+from shuffled_dpsgd.training.metrics import (
+    LossMeter,
+    Release,
+    StepMetrics,
+    UnnoisedTensor,
+    describe_step,
+)
 from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
@@ -129,7 +135,7 @@ class PrivateTraining:
         self._released_as: dict[str, list[str]] | None = None
         self._save_watch: RemovableHandle | None = None
         self.last_metrics: StepMetrics | None = None
-        self.last_sample_norms = torch.empty(0)
+        self.last_sample_norms: torch.Tensor = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         sharing = None if sharding is None else sharding.shards
         self._meeting = Meeting(self.world, self._trainable, sharing)
@@ -683,10 +689,11 @@ class PrivateTraining:
             mechanism=self.mechanism,
             frame=None if frame is None else PermutedFrame(frame),
         )
-        self.last_sample_norms = norms * level
+        norms = norms * level
+        self.last_sample_norms = norms.as_subclass(UnnoisedTensor)
         self.last_metrics = describe_step(
             step=step,
-            norms=self.last_sample_norms,
+            norms=norms,
             clip_norm=clip_norm,
             loss=loss,
             release=Release.of(self.plan, norms_of_blocks),

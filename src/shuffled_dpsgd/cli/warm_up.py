@@ -1,75 +1,18 @@
-"""`shuffled-dpsgd warm-up`: compiles the GPU kernels in several processes, once for a machine.
-
-Each process takes two private steps with one block of a usual model. Afterwards the kernels of
-these steps, and those of their probes, are in Triton's cache.
-"""
+"""`shuffled-dpsgd warm-up`: compiles the GPU kernels in several processes, once for a machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 
-# Of a usual text, and of an image of 14 by 14 patches.
-LENGTHS = (128, 197)
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option("--length", min=1, help="Tokens of a sample, 128 and 197; may be repeated."),
-]
+Lengths = Annotated[list[int] | None, typer.Option("--length", min=1, help="Tokens of a sample.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core, at most 8.")]
-
-
-@verb("warm-up", "warm-up --length 64 --length 512 --jobs 16")
-def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) -> None:
-    """Compile the GPU kernels into Triton's cache and probe them: a first run then starts sooner.
-
-    Without it a first run on a GPU takes 10 to 20 s more. One block of GPT-2, BERT, MiniLM and ViT
-    takes two private steps, on the first GPU of CUDA_VISIBLE_DEVICES, in bfloat16 and in float32;
-    whatever else a model needs is compiled when it is needed. Each process takes a few GiB of the
-    GPU's memory.
-    """
-    import torch
-    from rich.console import Console
-    from rich.progress import track
-
-    from shuffled_dpsgd.runtime import backends
-
-    reason = None if backends.triton_available() else "Triton is not available"
-    reason = reason if torch.cuda.is_available() else "there is no GPU"
-    if reason is not None:
-        if as_json:
-            print_json({"device": None, "reason": reason, "done": 0, "failed": [], "off": {}})
-        else:
-            typer.echo(f"Nothing to do: {reason}. Plain torch needs no warm-up.")
-        return
-    runs = short_runs(length or LENGTHS)
-    work = [partial(take_steps, run) for run in runs]
-    over = run_in_processes(work, jobs or min(8, os.cpu_count() or 1))
-    shown = track(over, "Compiling", len(work), console=Console(stderr=True), disable=as_json)
-    failed: list[str] = []
-    off: dict[str, str] = {}
-    for number, outcome in shown:
-        if isinstance(outcome, str):
-            failed.append(f"{runs[number]}: {outcome}")
-        else:
-            off |= outcome
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0), "reason": None,
-        "done": len(runs) - len(failed), "failed": failed, "off": off,
-    }  # fmt: skip
-    if as_json:
-        print_json(found)
-        return
-    typer.echo(f"{found['device']}: {found['done']} of {len(runs)} short runs done.")
-    for line in failed:
-        typer.echo(f"failed: {line}")
-    for name, why in off.items():
-        typer.echo(f"off: {name}: {why}")
 
 
 class ShortRun(NamedTuple):
@@ -84,69 +27,76 @@ class ShortRun(NamedTuple):
         return f"{self.model}{tokens} in {'bfloat16' if self.half else 'float32'}"
 
 
-def short_runs(lengths: Sequence[int]) -> list[ShortRun]:
-    """The runs that compile the usual kernels for samples of these lengths."""
-    texts = [(name, length) for name in ("gpt2", "bert-base", "minilm-l6") for length in lengths]
-    return [
-        ShortRun(*each, half) for each in [*texts, ("vit-base", None)] for half in (True, False)
-    ]
+@verb("warm-up", "warm-up --length 64 --length 512 --jobs 16")
+def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) -> None:
+    """Compile the GPU kernels into Triton's cache and probe them: a first run then starts sooner.
+
+    Without it a first run on a GPU takes 10 to 20 s more. One block of GPT-2, BERT, MiniLM and ViT
+    takes two private steps in bfloat16 and in float32, with texts of each --length (128 and 197),
+    on the first GPU of CUDA_VISIBLE_DEVICES. Each process takes a few GiB of its memory.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+
+    from shuffled_dpsgd.runtime import backends
+
+    found: dict[str, Any] = {"device": None, "reason": None, "done": 0, "failed": [], "off": {}}
+    has_gpu = torch.cuda.is_available()
+    if not (has_gpu and backends.triton_available()):
+        found["reason"] = "Triton is not available" if has_gpu else "there is no GPU"
+        lines = [f"Nothing to do: {found['reason']}. Plain torch needs no warm-up."]
+    else:
+        kinds = [*product(("gpt2", "bert-base", "minilm-l6"), length or (128, 197))]
+        runs = [ShortRun(*k, half) for k in [*kinds, ("vit-base", None)] for half in (True, False)]
+        over = run_in_processes(take_steps, runs, jobs or min(8, os.cpu_count() or 1))
+        shown = track(over, "Compiling", len(runs), console=Console(stderr=True), disable=as_json)
+        for run, outcome in zip(runs, shown, strict=True):
+            if isinstance(outcome, str):
+                found["failed"].append(f"{run}: {outcome}")
+            else:
+                found["off"] |= outcome
+        found["device"] = torch.cuda.get_device_name(0)
+        found["done"] = len(runs) - len(found["failed"])
+        lines = [f"{found['device']}: {found['done']} of {len(runs)} short runs done."]
+        lines += [f"failed: {line}" for line in found["failed"]]
+        lines += [f"off: {name}: {why}" for name, why in found["off"].items()]
+    print_json(found) if as_json else typer.echo("\n".join(lines))
 
 
-def take_steps(
-    run: ShortRun, device: str = "cuda", batch_size: int = 16, **settings: int
-) -> dict[str, str]:
+def take_steps(run: ShortRun, device: str = "cuda", size: int = 16, **more: int) -> dict[str, str]:
     """Take the steps, in a process of their own; the backends that are off, with the reason."""
     import torch
-    from torch.nn.functional import cross_entropy
 
     from shuffled_dpsgd.models import build_model
     from shuffled_dpsgd.runtime import backends
     from shuffled_dpsgd.training import make_private
 
-    depth = "n_layer" if run.model == "gpt2" else "num_hidden_layers"
-    model = build_model(run.model, device=device, settings={depth: 1, **settings}).train()
+    model = build_model(run.model, device=device, settings={"num_hidden_layers": 1, **more}).train()
+    inputs = torch.randint(100, (2 * size, run.length or 1))
     if run.length is None:
-        size = model.config.image_size
-        inputs = torch.rand(2 * batch_size, model.config.num_channels, size, size)
-    else:
-        inputs = torch.randint(100, (2 * batch_size, run.length))
+        inputs = torch.rand(2 * size, 3, *[model.config.image_size] * 2)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=run.half):
-            logits = model(batch[0]).logits.float()
-        labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device)
-        losses = cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
-        return losses.view(len(logits), -1).mean(1)
+            return model(batch[0]).logits.float().square().flatten(1).mean(1)
 
-    private = make_private(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        dataset_size=len(inputs),
-        expected_batch_size=batch_size,
-        num_steps=2,
-        delta=1e-3,
-        noise_multiplier=1.0,
-        scope="full",
-        physical_batch_size=batch_size,
-        loss=loss,
-    )
+    options: dict[str, Any] = {"num_steps": 2, "delta": 1e-3, "noise_multiplier": 1.0}
+    options |= {"expected_batch_size": size, "physical_batch_size": size, "scope": "full"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    private = make_private(model, optimizer, dataset_size=2 * size, loss=loss, **options)
     for batch in private.batches(torch.utils.data.TensorDataset(inputs), pad_batches=True):
         private.backward(loss(model, batch))
         private.step()
     return backends.switched_off()
 
 
-def run_in_processes(work: Sequence[Callable[[], Any]], jobs: int) -> Iterator[tuple[int, Any]]:
-    """Run functions in `jobs` processes; yields the number of each that is over, and its result.
-
-    An error becomes text.
-    """
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+def run_in_processes(do: Callable[[Any], Any], given: Sequence[Any], jobs: int) -> Iterator[Any]:
+    """What the function returns for each argument, in another process, or its error as text."""
+    from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(function): number for number, function in enumerate(work)}
-        for future in as_completed(futures):
+        for future in [pool.submit(do, each) for each in given]:
             error = future.exception()
-            told = future.result() if error is None else f"{type(error).__name__}: {error}"
-            yield futures[future], told
+            yield f"{type(error).__name__}: {error}" if error else future.result()

@@ -87,9 +87,11 @@ def plan(
     from shuffled_dpsgd.scaling.estimate import MEMORY_ERROR, TIME_ERROR, fewest_gpus, weak_scaling
 
     shapes, kind = shapes_of(build_model(model)), GPUS[gpu]
+    # The tokens of an image are fixed; texts are cut where the caller likes.
+    usual = IMAGE_TOKENS if model.startswith("vit") or not shapes.length else USUAL_TOKENS
     job = Job(
         gpus=gpus,
-        length=length or _default_length(model, shapes),
+        length=length or min(usual, shapes.length or usual),
         logical_batch=batch_size,
         records=records,
         physical_batch=physical_batch or 1,
@@ -114,20 +116,16 @@ def plan(
             "--bits", expected="--lora-rank beside it: only frozen weights are quantised", got=bits
         )
     estimates: dict[Strategy, Estimate] = {}
-    described: dict[Strategy, dict[str, Any]] = {}
-    scaling = {}
+    described: dict[str, dict[str, Any]] = {}
+    weak: list[dict[str, Any]] = [{"gpus": count} for count in COUNTS]
     for strategy in STRATEGIES:
         asked = replace(job, strategy=strategy)
         most = largest_batch(shapes, kind, asked)
         one = estimate(shapes, kind, replace(asked, physical_batch=physical_batch or max(1, most)))
         estimates[strategy], described[strategy] = one, _described(most, one)
-        scaling[strategy] = weak_scaling(
-            shapes, kind, one.job, COUNTS, physical_batch=physical_batch
-        )
-    weak = [
-        {"gpus": count} | {name: _efficiency(ones[index]) for name, ones in scaling.items()}
-        for index, count in enumerate(COUNTS)
-    ]
+        scaled = weak_scaling(shapes, kind, one.job, COUNTS, physical_batch=physical_batch)
+        for row, each in zip(weak, scaled, strict=True):
+            row[strategy] = _efficiency(each)
     if as_json:
         errors = {"time": TIME_ERROR, "memory": MEMORY_ERROR, "exchange": None}
         chosen = {"model": model, "gpu": kind.name, "largest_relative_error": errors}
@@ -142,7 +140,8 @@ def plan(
     )
     console.print(table(("", *STRATEGIES), _costs(described), words=("",), title="one rank"))
     title = "weak scaling: share of a step that is not communication, hidden by nothing or by FSDP"
-    console.print(table(("GPUs", *STRATEGIES), _shares(weak), title=title))
+    shares = [(f"{row['gpus']:,}", *(_share(row[name]) for name in STRATEGIES)) for row in weak]
+    console.print(table(("GPUs", *STRATEGIES), shares, title=title))
     more = fewest_gpus(shapes, kind, estimates["sharded"].job)
     console.print(
         f"Fitted to eager steps on one H200: time was off by at most {TIME_ERROR:.0%}, memory by "
@@ -169,9 +168,7 @@ def _plan_adapters(
     asked = AdapterJob(rank=rank, bits=int(bits), length=job.length, batch=1)  # type: ignore[arg-type]
     most = largest_adapter_batch(shapes, kind, asked)
     asked = replace(asked, batch=batch or max(1, most))
-    memory = adapter_memory(shapes, asked)
-    found = {f"{name}_gib": value / GIB for name, value in asdict(memory).items()}
-    found["peak_gib"] = memory.peak / GIB
+    found = _in_gib(adapter_memory(shapes, asked))
     if as_json:
         chosen = {"model": model, "gpu": kind.name, "physical_batch": asked.batch}
         fits = {"largest_physical_batch": most, "fits": asked.batch <= most}
@@ -191,26 +188,19 @@ def _plan_adapters(
     console.print(f"{says}, with a fifth left free. By arithmetic, not measured.", style="dim")
 
 
-def _default_length(model: str, shapes: ModelShapes) -> int:
-    """The tokens of an image are fixed; texts are cut where the caller likes."""
-    usual = IMAGE_TOKENS if model.startswith("vit") or not shapes.length else USUAL_TOKENS
-    return min(usual, shapes.length or usual)
-
-
 def _described(most: int, one: Estimate) -> dict[str, Any]:
-    memory = {f"{name}_gib": value / GIB for name, value in asdict(one.memory).items()}
-    seconds = [name for name in SHOWN if name.endswith("_seconds")]
     return {
         "supported": True,
-        "fits": one.fits,
         "largest_physical_batch": most,
-        "memory": memory | {"peak_gib": one.memory.peak / GIB},
-        "batches_per_rank": one.batches_per_rank,
-        **{name: getattr(one, name) for name in seconds},
+        "memory": _in_gib(one.memory),
         "exchange_gib": one.exchange_bytes / GIB,
-        "samples_per_second": one.samples_per_second,
-        "epochs_per_day": one.epochs_per_day,
+        **{name: getattr(one, name) for name in SHOWN if hasattr(one, name)},
     }
+
+
+def _in_gib(memory: Any) -> dict[str, float]:
+    parts = {f"{name}_gib": value / GIB for name, value in asdict(memory).items()}
+    return parts | {"peak_gib": memory.peak / GIB}
 
 
 def _efficiency(one: Estimate) -> dict[str, Any]:
@@ -223,7 +213,7 @@ def _efficiency(one: Estimate) -> dict[str, Any]:
     }
 
 
-def _costs(described: dict[Strategy, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _costs(described: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     both = described.values()
     for name in described["replicated"]["memory"]:
         label = name.removesuffix("_gib").replace("_", " ")
@@ -238,11 +228,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
-
-
-def _shares(weak: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    for row in weak:
-        yield f"{row['gpus']:,}", *(_share(row[name]) for name in STRATEGIES)
 
 
 def _share(one: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ import math
 import re
 import secrets
 from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
 from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.tasks.task import Task, build_task
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
+from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.saved_card import read_card
 
@@ -42,6 +43,7 @@ SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "
     "so publishing them spends as much again"
 )
+OF_A_REPEAT = ", in a repeat of the run with canaries"
 MEMBERSHIP_WARNING = (
     "Read off a second run with {count} records planted by fair coins ({canary}), and off the same "
     "training without privacy. These losses carry no noise: no ε covers publishing them."
@@ -71,15 +73,12 @@ def target_of(config: RunConfig, task: Task) -> AuditTarget:
     uncounted = replace(config, privacy=replace(config.privacy, budget=None))
     plain = replace(config, privacy=replace(uncounted.privacy, **WITHOUT_PRIVACY))
 
-    def start(dataset_size: int) -> PrivateTraining:
-        return start_private(uncounted, copy.deepcopy(task.model), dataset_size=dataset_size)
-
-    def start_plain(dataset_size: int) -> PrivateTraining:
-        return start_private(plain, copy.deepcopy(task.model), dataset_size=dataset_size)
+    def start(chosen: RunConfig, dataset_size: int) -> PrivateTraining:
+        return start_private(chosen, copy.deepcopy(task.model), dataset_size=dataset_size)
 
     return AuditTarget(
-        start=start,
-        start_plain=start_plain,
+        start=partial(start, uncounted),
+        start_plain=partial(start, plain),
         data=task.train_data,
         losses=task.losses,
         collate=task.collate,
@@ -99,12 +98,15 @@ def audit_folder(
 
     With `spare_budget` no records are canaries where the run counts in a budget, which cannot cover
     what their losses show.
-
-    Raises:
-        CheckpointError: the run is not finished, its data or its weights are no longer the same.
     """
     check_levels(delta=0.0, confidence=confidence)
-    config, old = load_run(directory), _card_in(directory)
+    config = load_run(directory)
+    if finished_summary(directory) is None:
+        raise CheckpointError(
+            f"{directory}: the run is not finished; continue it with "
+            f"`shuffled-dpsgd train --resume {directory}`"
+        )
+    old = read_card(directory)
     if spare_budget and config.privacy.budget is not None:
         setting = replace(setting, num_input_canaries=0)
     if describe_weights(directory / "model") != old.subject.get("weights"):
@@ -130,7 +132,7 @@ def audit_folder(
     bounds = card_bounds(noised, confidence=confidence)
     audited = replace(
         old,
-        audits=tuple(map(_of_a_repeat, bounds)),
+        audits=tuple(replace(b, adversary=f"{b.adversary}{OF_A_REPEAT}") for b in bounds),
         not_covered=(*(line for line in old.not_covered if line != SECOND_RUN), SECOND_RUN),
     )
     return replace(report, card=audited), audited
@@ -153,20 +155,17 @@ def write_audited_card(
     }
     report = directory / "report.html"
     if report.is_file():
+        sections = {"membership": "", "card": card_fragment(card) + _membership_section(membership)}
         page = report.read_text(encoding="utf-8")
-        page = _with_section(page, "membership", "")
-        page = _with_section(page, "card", card_fragment(card) + _membership_section(membership))
+        for name, new in sections.items():
+            plain = new.replace("\\", r"\\")
+            page = re.sub(f'<section class="{name}">.*?</section>', plain, page, flags=re.S)
         texts[report.name] = page
     for name, text in texts.items():
         beside = directory / f".{name}.new"
         beside.write_text(text, encoding="utf-8")
         beside.replace(directory / name)
     return [directory / name for name in texts]
-
-
-def _with_section(page: str, name: str, fragment: str) -> str:
-    section = rf'<section class="{name}">.*?</section>'
-    return re.sub(section, lambda _: fragment, page, flags=re.DOTALL)
 
 
 def _membership_section(found: Membership | None) -> str:
@@ -177,20 +176,6 @@ def _membership_section(found: Membership | None) -> str:
         '<section class="membership"><h2>Membership attack: area under the ROC curve</h2>'
         f'<p class="warning">{escape(warning)}</p>{table(found.rows())}</section>'
     )
-
-
-def _card_in(directory: Path) -> PrivacyCard:
-    """The card of the finished run in `directory`."""
-    if finished_summary(directory) is None:
-        raise CheckpointError(
-            f"{directory}: the run is not finished; continue it with "
-            f"`shuffled-dpsgd train --resume {directory}`"
-        )
-    return read_card(directory)
-
-
-def _of_a_repeat(bound: AuditedBound) -> AuditedBound:
-    return replace(bound, adversary=f"{bound.adversary}, in a repeat of the run with canaries")
 
 
 def _repeated(config: RunConfig, plan: PrivacyPlan, *, seed: int) -> RunConfig:

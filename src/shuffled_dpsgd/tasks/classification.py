@@ -61,9 +61,6 @@ def stated_classes(data: DataConfig) -> int:
 
     It is published with the model. If it were counted in the records, it would reveal the only
     record of a class.
-
-    Raises:
-        InvalidArgumentError: neither, or both and they differ.
     """
     known = len(_NAMES.get(data.format, ())) or None
     chosen = data.num_labels if data.num_labels is not None else len(data.label_names) or known
@@ -82,11 +79,7 @@ def stated_classes(data: DataConfig) -> int:
 
 
 def name_classes(model: Any, data: DataConfig, num_labels: int) -> None:
-    """Write the classes' names into the model's configuration, where pipelines read them.
-
-    Raises:
-        InvalidArgumentError: the names stated are not one for each class.
-    """
+    """Write the classes' names into the model's configuration, where pipelines read them."""
     names = data.label_names or _NAMES.get(data.format, ())
     if not names:
         return
@@ -115,15 +108,13 @@ def _losses(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def heldout_batches(model: nn.Module, heldout: MapStyle, collate: Collate) -> Iterator[Any]:
-    """Held-out batches on the model's device, in order."""
-    device = next(model.parameters()).device
-    loader: DataLoader[Any] = DataLoader(
-        heldout,  # type: ignore[arg-type]  # any map-style data set will do
-        batch_size=_EVALUATION_BATCH,
-        collate_fn=collate or default_collate,
-    )
-    for batch in loader:
+    """Held-out batches on the model's device; it is in evaluation mode until the last is used."""
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    data: Any = heldout
+    for batch in DataLoader(data, _EVALUATION_BATCH, collate_fn=collate or default_collate):
         yield to_device(batch, device)
+    model.train(was_training)
 
 
 @torch.no_grad()
@@ -131,8 +122,6 @@ def evaluate_accuracy(
     model: nn.Module, heldout: MapStyle, *, collate: Collate = None
 ) -> Evaluation:
     """Mean loss and accuracy on held-out data, in evaluation mode; the mode is put back."""
-    was_training = model.training
-    model.eval()
     total_loss, correct, count = 0.0, 0, 0
     seen: Counter[int] = Counter()
     answered: set[int] = set()
@@ -144,7 +133,6 @@ def evaluate_accuracy(
         count += len(labels)
         seen.update(labels.tolist())
         answered.update(answers.tolist())
-    model.train(was_training)
     return Evaluation(
         loss=total_loss / count,
         score=correct / count,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from shuffled_dpsgd.errors import MissingExtraError
 from shuffled_dpsgd.tasks.classification import Collate
@@ -49,10 +49,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     labels = torch.tensor(bunch.target, dtype=torch.long)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     train, heldout = order[:NUM_TRAIN], order[NUM_TRAIN:]
-    return (
-        TensorDataset(images[train], labels[train]),
-        TensorDataset(images[heldout], labels[heldout]),
-    )
+    found = [TensorDataset(images[part], labels[part]) for part in (train, heldout)]
+    return found[0], found[1]
 
 
 def build_model(seed: int = 0) -> nn.Module:
@@ -66,21 +64,12 @@ def build_task(config: RunConfig) -> Task:
     train, heldout = load_digits()
     splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
 
+    def repeated(channels: int, samples: list[Any]) -> Any:
+        images, labels = default_collate(samples)
+        return images.expand(-1, channels, -1, -1), labels
+
     def collate(known: Any) -> Collate:
-        channels = int(known.num_channels)
-        return None if channels == 1 else partial(_collate_in_channels, channels)
+        return None if known.num_channels == 1 else partial(repeated, int(known.num_channels))
 
-    return image_task(
-        config,
-        splits,
-        10,
-        collate=collate,
-        flips=False,  # Mirrored digits are no digits.
-    )
-
-
-def _collate_in_channels(
-    channels: int, samples: list[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    images = torch.stack([image for image, _ in samples])
-    return images.expand(-1, channels, -1, -1), torch.stack([label for _, label in samples])
+    # Mirrored digits are no digits.
+    return image_task(config, splits, 10, collate=collate, flips=False)

@@ -94,13 +94,8 @@ def evaluate_run(
     found = {name: of(model) for name, of in task.evaluations.items()}
     if not writes or generation is None:
         return task.score_name, found, None
-    scores = evaluate_generation(
-        model,
-        load_tokenizer(config.model.name),
-        config.data,
-        generation,
-        texts_to=texts_to,
-    )
+    tokenizer = load_tokenizer(config.model.name)
+    scores = evaluate_generation(model, tokenizer, config.data, generation, texts_to=texts_to)
     return task.score_name, found, scores
 
 
@@ -161,11 +156,7 @@ def generate(
 
 
 def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor]:
-    """One text, or two with a tab between, as the model was trained on them.
-
-    Raises:
-        InvalidArgumentError: the model judges pairs, and this is a single text.
-    """
+    """One text, or two with a tab between, as the model was trained on them."""
     tokenizer = load_tokenizer(config.model.name)
     texts: tuple[str, ...] = (given,)
     if num_texts(config.data) == 2:

@@ -81,10 +81,6 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     """Freeze what `freeze` matches, all that `train_only` does not match, or input embeddings.
 
     Patterns are those of the shell: `*` stands for anything.
-
-    Raises:
-        InvalidArgumentError: a pattern matches nothing, input embeddings are to be frozen and
-            cannot be found, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     matched = set()

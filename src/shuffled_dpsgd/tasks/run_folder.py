@@ -141,11 +141,7 @@ def write_start(directory: Path, config: RunConfig, data: MapStyle) -> None:
 
 
 def check_data(directory: Path, data: MapStyle) -> None:
-    """Refuse records other than those the run in `directory` began with.
-
-    Raises:
-        CheckpointError: their number or their content differs, or the file is not there.
-    """
+    """Refuse records other than those the run in `directory` began with."""
     path = directory / DATA_FILE
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -158,11 +154,12 @@ def check_data(directory: Path, data: MapStyle) -> None:
         ) from error
     if same and number == len(data):
         return
-    how = f"began with {number} training records, now there are {len(data)}"
+    now = f"now there are {len(data)}"
     if number == len(data):
-        how = f"began with {number} training records, and they are not the ones there are now"
+        now = "and they are not the ones there are now"
     raise CheckpointError(
-        f"{directory}: this run {how}; put the data back as they were, or start another run"
+        f"{directory}: this run began with {number} training records, {now}; put the data back as "
+        "they were, or start another run"
     )
 
 

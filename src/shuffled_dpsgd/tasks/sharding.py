@@ -34,9 +34,6 @@ def shard_model(
 
     They are moved to the device one by one, so that no device ever has the whole model. With
     `a_copy_per_node` it is spread over the ranks of a node, as many as torchrun says.
-
-    Raises:
-        InvalidArgumentError: there are no ranks, or no nodes, to spread it over.
     """
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if a_copy_per_node else world.size
     copies, rest = divmod(world.size, sharers)

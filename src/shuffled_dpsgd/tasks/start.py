@@ -90,11 +90,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Warm-up, then constant, or linear or cosine decay to zero at `num_steps`.
-
-    Raises:
-        InvalidArgumentError: the warm-up takes more than `num_steps`.
-    """
+    """Warm-up, then constant, or linear or cosine decay to zero at `num_steps`."""
     config.check_length(num_steps)
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: config.factor_at(step, num_steps)
@@ -105,9 +101,6 @@ def compare_configs(world: World, config: RunConfig) -> None:
     """Refuse a launch whose ranks have different settings, naming the rank and the key.
 
     Asked before anything is loaded. The seed is secret, and is compared as part of the plan.
-
-    Raises:
-        RankError: they differ.
     """
     facts: dict[str, object] = {}
     for section, value in config.without_seed().items():

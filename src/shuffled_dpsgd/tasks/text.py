@@ -97,17 +97,7 @@ def build_causal_lm(config: RunConfig) -> Task:
         data.check_split(wanted.split)
         require_libraries()
 
-    def evaluate_texts(model: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
-        assert wanted is not None
-        return evaluate_generation(model, tokenizer, data, wanted)
-
-    return _language_task(
-        config,
-        splits,
-        encode_continuations,
-        continuation_labels,
-        evaluate_texts=None if wanted is None else evaluate_texts,
-    )
+    return _language_task(config, splits, encode_continuations, continuation_labels)
 
 
 def build_sft(config: RunConfig) -> Task:
@@ -121,10 +111,9 @@ def _language_task(
     splits: Splits[Any],
     encode: Callable[[Any, Tokenizer, int], list[Record]],
     labels: Callable[[Sequence[Record], int], torch.Tensor],
-    *,
-    evaluate_texts: Callable[[nn.Module, Tokenizer], dict[str, Any]] | None = None,
 ) -> Task:
     check_sizes(splits, batch=config.training.expected_batch_size)
+    wanted = config.generation
 
     def fresh_model(seed: int) -> nn.Module:
         return prepare_model(config.model, head="causal-lm", seed=seed)
@@ -139,7 +128,7 @@ def _language_task(
         name=config.task,
         model=model,
         train_data=encoded.train,
-        losses=_next_token_losses,
+        losses=lambda model, batch: next_token_losses(model(**batch[0]).logits, batch[1]),
         evaluations={
             split: partial(evaluate_perplexity, heldout=heldout, collate=collate)
             for split, heldout in encoded.heldout.items()
@@ -150,8 +139,8 @@ def _language_task(
         collate=collate,
         save_assets=tokenizer.save,
         evaluate_texts=None
-        if evaluate_texts is None
-        else lambda trained: evaluate_texts(trained, tokenizer),
+        if wanted is None
+        else lambda trained: evaluate_generation(trained, tokenizer, config.data, wanted),
     )
 
 
@@ -226,18 +215,11 @@ def _encoded(
     return Splits(train=train, heldout=heldout)
 
 
-def _next_token_losses(model: nn.Module, batch: Any) -> torch.Tensor:
-    inputs, labels = batch
-    return next_token_losses(model(**inputs).logits, labels)
-
-
 @torch.no_grad()
 def evaluate_perplexity(
     model: nn.Module, heldout: Sequence[Any], collate: Callable[[list[Any]], Any]
 ) -> Evaluation:
     """Mean loss per example, and perplexity per held-out target token."""
-    was_training = model.training
-    model.eval()
     sample_loss = token_loss = 0.0
     tokens = 0
     for inputs, labels in heldout_batches(model, heldout, collate):
@@ -246,7 +228,6 @@ def evaluate_perplexity(
         sample_loss += losses.sum().item()
         token_loss += (losses * counts).sum().item()
         tokens += int(counts.sum())
-    model.train(was_training)
     mean = token_loss / max(tokens, 1)
     # A model that diverged: the overflow must not end the run.
     perplexity = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)

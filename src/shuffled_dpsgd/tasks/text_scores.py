@@ -28,12 +28,7 @@ References = Sequence[Sequence[str]]
 
 
 def score_texts(texts: Texts, references: References) -> dict[str, Any]:
-    """Every metric of these texts, and what each is; text i is compared with `references[i]`.
-
-    Raises:
-        InvalidArgumentError: no texts, another number of texts, or a text without a reference.
-        MissingExtraError: sacrebleu or nltk is not installed.
-    """
+    """Every metric of these texts, and what each is; text i is compared with `references[i]`."""
     if not texts or len(texts) != len(references):
         raise InvalidArgumentError(
             "texts", expected=f"one for each of {len(references)} prompts", got=len(texts)
@@ -52,11 +47,7 @@ def score_texts(texts: Texts, references: References) -> dict[str, Any]:
 
 
 def require_libraries() -> None:
-    """Look for both libraries before the run begins.
-
-    Raises:
-        MissingExtraError: one is not installed.
-    """
+    """Look for both libraries before the run begins."""
     for package in ("sacrebleu", "nltk"):
         try:
             import_module(package)
@@ -128,26 +119,15 @@ def rouge_l(text: str, references: Sequence[str]) -> float:
     """
     words = _WORD.findall(text.lower())
     precision = recall = 0.0
-    for reference in references:
-        others = _WORD.findall(reference.lower())
-        common = _longest_common(words, others)
-        precision = max(precision, common / max(len(words), 1))
-        recall = max(recall, common / max(len(others), 1))
+    for others in (_WORD.findall(reference.lower()) for reference in references):
+        lengths = [0] * (len(others) + 1)  # Of the longest common subsequences with its beginnings.
+        for word in words:
+            before = 0
+            for place, other in enumerate(others, start=1):
+                longer = before + 1 if word == other else max(lengths[place], lengths[place - 1])
+                before, lengths[place] = lengths[place], longer
+        precision = max(precision, lengths[-1] / max(len(words), 1))
+        recall = max(recall, lengths[-1] / max(len(others), 1))
     if not precision:
         return 0.0
     return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
-
-
-def _longest_common(first: Sequence[str], second: Sequence[str]) -> int:
-    """The length of the longest common subsequence.
-
-    >>> _longest_common("abcbdab", "bdcaba")
-    4
-    """
-    lengths = [0] * (len(second) + 1)
-    for one in first:
-        before = 0
-        for place, other in enumerate(second, start=1):
-            longer = before + 1 if one == other else max(lengths[place], lengths[place - 1])
-            before, lengths[place] = lengths[place], longer
-    return lengths[-1]

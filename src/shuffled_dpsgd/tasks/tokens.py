@@ -77,11 +77,7 @@ class Tokenizer:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render(self, messages: Sequence[Message], *, answer_next: bool = False) -> str:
-        """Messages as the chat template writes them, up to the next answer if there is to be one.
-
-        Raises:
-            InvalidArgumentError: there is no template, or it refuses these messages.
-        """
+        """Messages as the chat template writes them, up to the next answer if one is to come."""
         if not self.has_template:
             raise InvalidArgumentError(
                 "model.name",

@@ -41,11 +41,7 @@ class ImageFolder(Sequence[tuple[Any, int]]):
 
 
 def open_image(path: Path) -> Any:
-    """An image file in RGB.
-
-    Raises:
-        InvalidArgumentError: it cannot be read as an image.
-    """
+    """An image file in RGB."""
     from PIL import Image, UnidentifiedImageError  # matplotlib needs pillow
 
     try:

@@ -46,11 +46,7 @@ def _refused(name: str) -> Callable[..., None]:
 
 
 def need_experiments(purpose: str) -> None:
-    """Make the experiments importable, here and in processes that this one starts.
-
-    Raises:
-        ShuffledDPError: the package runs from a wheel; the message says what to do.
-    """
+    """Make the experiments importable, here and in processes that this one starts, or refuse."""
     if not _are_there():
         raise ShuffledDPError(
             f"{purpose} needs the experiments, which are in no wheel: clone the repository, "

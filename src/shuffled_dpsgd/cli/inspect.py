@@ -23,9 +23,7 @@ Model = Annotated[
     ),
 ]
 NumLabels = Annotated[int | None, typer.Option(min=1, help="Number of classes of a classifier.")]
-Unmoved = Annotated[
-    bool, typer.Option("--unmoved", help="List every parameter that stays, with the reason.")
-]
+Unmoved = Annotated[bool, typer.Option("--unmoved", help="List all that stays, with the reason.")]
 
 
 @verb("inspect --model gpt2 --scope full")

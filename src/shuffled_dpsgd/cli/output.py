@@ -179,7 +179,6 @@ class OneLineGroup(TyperGroup):
     """Reports an unknown or malformed flag on one line, like every other error."""
 
     def make_context(self, info_name: Any, args: Any, *rest: Any, **extra: Any) -> Any:
-        """As typer's, with errors on one line."""
         given = list(args)
         with _usage_errors_on_one_line(given):
             context = super().make_context(info_name, args, *rest, **extra)
@@ -187,7 +186,6 @@ class OneLineGroup(TyperGroup):
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        """As typer's, with errors on one line."""
         with _usage_errors_on_one_line(ctx.meta.get("arguments", [])):
             return super().invoke(ctx)
 

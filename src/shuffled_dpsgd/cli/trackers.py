@@ -1,8 +1,4 @@
-"""Trackers of a run: the user's own function, or TensorBoard.
-
-They receive training metrics, which are computed from the records without noise. No ε covers
-publishing them.
-"""
+"""Trackers of a run: the user's own function, or TensorBoard. No ε covers what they receive."""
 
 from __future__ import annotations
 
@@ -17,19 +13,18 @@ from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 if TYPE_CHECKING:
     from shuffled_dpsgd.reports import StepRecord
 
-TENSORBOARD = "tensorboard"
 Observer = Callable[["StepRecord", Any], object]
 
 
 def find_tracker(name: str | None) -> Callable[[Path], tuple[Observer, ...]]:
-    """A function that makes the observers for a run's folder.
+    """Import a tracker, before data and model are loaded; what makes observers for a run's folder.
 
-    `name` is `tensorboard`, `module:function` or None. It is imported at once, before data and
-    model are loaded. The function is called after every step with a line of `metrics.jsonl`.
+    `name` is `tensorboard`, `module:function` or None. After every step an observer is called with
+    a line of `metrics.jsonl`.
     """
     if name is None:
         return lambda _: ()
-    if name == TENSORBOARD:
+    if name == "tensorboard":
         return _tensorboard()
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -53,10 +48,10 @@ def _tensorboard() -> Callable[[Path], tuple[Observer, ...]]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingExtraError(TENSORBOARD, extra="tensorboard", purpose="--tracker") from error
+        raise MissingExtraError("tensorboard", extra="tensorboard", purpose="--tracker") from error
 
     def observers(directory: Path) -> tuple[Observer, ...]:
-        writer: Any = SummaryWriter(str(directory / TENSORBOARD))
+        writer: Any = SummaryWriter(str(directory / "tensorboard"))
 
         def write(record: StepRecord, _: Any) -> None:
             for key, value in record.to_json().items():

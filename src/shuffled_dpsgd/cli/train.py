@@ -129,7 +129,10 @@ def train(
         unsaid = budget is not None and seed is None and config is None
         chosen = with_overrides(raw, overrides, seed=seed, secure=secure or unsaid)
         if dry_run:
-            _plan_alone(chosen, preset if data is None else None, as_json=as_json)
+            if is_first_rank():  # It needs no other rank for the plan.
+                for name in ("RANK", "WORLD_SIZE"):
+                    os.environ.pop(name, None)
+                advise_on(chosen, as_json=as_json, preset=preset if data is None else None)
             return
     from shuffled_dpsgd.distributed import launched
 
@@ -139,14 +142,6 @@ def train(
         finished = _execute(run, observers, as_json=as_json)
     if not finished:
         raise typer.Exit(INTERRUPTED)
-
-
-def _plan_alone(config: RunConfig, preset: str | None, *, as_json: bool) -> None:
-    """Print the plan on rank 0, which needs no other rank for it."""
-    if is_first_rank():
-        for name in ("RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
-        advise_on(config, as_json=as_json, preset=preset)
 
 
 def _prepared(

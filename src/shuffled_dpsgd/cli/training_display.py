@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
     from shuffled_dpsgd.tasks.diagnosis import Finding
-    from shuffled_dpsgd.training import Outcome, PrivacyCard
+    from shuffled_dpsgd.training import PrivacyCard
 
-# The speed shown is the mean over so many steps.
-RECENT_STEPS = 20
+RECENT_STEPS = 20  # The speed shown is the mean over so many.
 LOOK_EVERY = 10
 SECONDS_BETWEEN_LINES = 30.0
-NO_ESTIMATE = "none: the formula does not apply"
 
 
 def announcement(run: PreparedRun) -> RenderableType:
@@ -78,7 +76,7 @@ def _claim(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
 def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
     """The paper's estimate, in small print unless the noise was calibrated by it."""
     if claim is None:
-        return Text(NO_ESTIMATE)
+        return Text("none: the formula does not apply")
     if not card.paper_is_small_print:
         return _claim(claim, card)
     from shuffled_dpsgd.training.card import SMALL_PRINT
@@ -135,23 +133,21 @@ class TrainingBar:
         coloured = f"[{'red' if spent is None else 'green'}]{epsilon}[/]"
         status = _joined(loss, self._score, coloured, said)
         self._progress.update(self._bar, completed=record.step, status=status)
-        if not self._console.is_terminal and self._is_due(record.step):
+        if not self._console.is_terminal:
             self._print_line(record.step, loss, self._score, epsilon, said)
         for finding in diagnose(self._records, self._plan) if record.step % LOOK_EVERY == 0 else ():
             if finding.kind not in self._said:
                 self._said.add(finding.kind)
                 self._console.print(_warning_line(finding), soft_wrap=True)
 
-    def _is_due(self, step: int) -> bool:
-        """At the first and last step, every tenth of the run, and every half minute."""
-        tenth = max(1, self._plan.num_steps // 10)
-        waited = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
-        return waited or step % tenth == 0 or step in (1, self._plan.num_steps)
-
     def _print_line(self, step: int, *parts: str) -> None:
-        total = self._plan.num_steps
-        self._last_line = time.monotonic()
-        left = (self._last_line - self._started) / len(self._records) * (total - step)
+        """At the first and last step, every tenth of the run, and every half minute."""
+        total, now = self._plan.num_steps, time.monotonic()
+        waited = now - self._last_line >= SECONDS_BETWEEN_LINES
+        if not waited and step % max(1, total // 10) and step not in (1, total):
+            return
+        self._last_line = now
+        left = (now - self._started) / len(self._records) * (total - step)
         line = _joined(f"step {step}/{total}", *parts, f"{left:,.0f} s left")
         self._console.print(line, soft_wrap=True, highlight=False)
 
@@ -162,16 +158,6 @@ def _joined(*parts: str) -> str:
 
 def _warning_line(finding: Finding) -> Text:
     return Text("warning: ", style="bold yellow").append(finding.describe(), style="not bold")
-
-
-def _lost(outcome: Outcome) -> Text:
-    first, last = outcome.steps_taken + 1, outcome.steps_taken + outcome.steps_lost
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return Text(
-        f"{steps} of the plan: as many releases were made after the last checkpoint of a run that "
-        "was killed; they stay spent, and what they taught is gone",
-        style="yellow",
-    )
 
 
 def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -198,7 +184,13 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
         return Group(Text(stopped, style="bold yellow"), Text(resume), *spent)
     rows: list[tuple[str, Any]] = [*scored(result.summary)]
     if outcome.steps_lost:
-        rows.append(("lost", _lost(outcome)))
+        first, last = outcome.steps_taken + 1, outcome.steps_taken + outcome.steps_lost
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        lost = (
+            f"{steps} of the plan: as many releases were made after the last checkpoint of a run "
+            "that was killed; they stay spent, and what they taught is gone"
+        )
+        rows.append(("lost", Text(lost, style="yellow")))
     rows += [
         ("time", f"{seconds:.1f} s, of which {run.private.check_seconds:.1f} s for checks"),
         ("certified ε", _claim(card.certified, card)),

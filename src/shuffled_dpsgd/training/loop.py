@@ -1,8 +1,7 @@
-"""The reference loop: batches, losses, steps, checkpoints, signals.
+"""The reference loop around `PrivateTraining`: batches, losses, steps, checkpoints, signals.
 
-Everything here can be written by hand around `PrivateTraining`; this is the version the command
-line uses. Ctrl-C and SIGTERM finish the step in progress and write a checkpoint; of several
-ranks, all do so after the same step, whichever of them was told.
+Ctrl-C and SIGTERM finish the step in progress and write a checkpoint; of several ranks, all do so
+after the same step, whichever of them was told.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -115,10 +115,6 @@ def train(
     depend on the other records of the batch. With `resume`, continue from the newest checkpoint in
     `settings.checkpoint_dir`; without any, start, but only if nothing has been released yet. The
     first checkpoint is written before the first release.
-
-    Raises:
-        CheckpointError: releases are spent, and no checkpoint holds what they bought.
-        BudgetExhaustedError: no release is left to take a first step with.
     """
     settings = settings or LoopSettings()
     records, taken = taken_from(data)
@@ -139,8 +135,9 @@ def train(
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
         _resume(private, settings, extras)
-    loss = _in_precision(per_sample_loss, settings.precision, private.device)
-    shown = _augmented(loss, settings.augment)
+    in_bf16 = settings.precision == "bf16"
+    loss = _in_bf16(per_sample_loss, private.device) if in_bf16 else per_sample_loss
+    shown = loss if settings.augment is None else _augmented(loss, settings.augment)
     private.use_loss(shown)
     if settings.physical_batch == "find":
         find_physical_batch_size(private, records, shown, collate=settings.collate)
@@ -186,40 +183,29 @@ def _run(
         num_workers=settings.num_workers,
         pad_batches=private.pads_by_default if pads is None else pads,
     )
-    views = _Views(private, settings.augment)
+    augment = settings.augment
     try:
-        for batch in batches:
-            private.backward(per_sample_loss(private.model, views.of(batch)))
+        for batch in batches if augment is None else _views(private, batches, augment):
+            private.backward(per_sample_loss(private.model, batch))
             private.step()
     except BudgetExhaustedError:
         # Steps before a crash, repeated with other sums: there is no budget for them.
         return
 
 
-class _Views:
-    """Augments the batches of a run, each with a generator of its own."""
-
-    def __init__(self, private: PrivateTraining, augment: Augment | None) -> None:
-        self._private = private
-        self._augment = augment
-        self._place = -1, 0
-
-    def of(self, batch: Any) -> Any:
-        if self._augment is None:
-            return batch
-        step, world = self._private.steps_taken, self._private.world
-        number = self._place[1] + 1 if self._place[0] == step else 0
-        self._place = step, number
-        index = number * world.size + world.rank
-        return self._augment(
-            batch, loader_generator(self._private.streams, "augmentation", step, index)
-        )
+def _views(private: PrivateTraining, batches: Iterable[Any], augment: Augment) -> Iterator[Any]:
+    """The batches of a run, augmented, each with a generator of its own."""
+    seen: Counter[int] = Counter()
+    world = private.world
+    for batch in batches:
+        step = private.steps_taken
+        index = seen[step] * world.size + world.rank
+        seen[step] += 1
+        yield augment(batch, loader_generator(private.streams, "augmentation", step, index))
 
 
-def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
+def _augmented(loss: PerSampleLoss, augment: Augment) -> PerSampleLoss:
     """The loss of augmented batches, for trials outside of the run."""
-    if augment is None:
-        return loss
 
     def shown(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         seed = int(torch.randint(2**31, (), device="cpu"))
@@ -228,75 +214,59 @@ def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
     return shown
 
 
+@dataclass
 class _Observer:
     """Called after every update: steps the scheduler, calls the callbacks, saves checkpoints."""
 
-    def __init__(
-        self,
-        private: PrivateTraining,
-        settings: LoopSettings,
-        callbacks: Sequence[Callback],
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-        extras: Mapping[str, Stateful],
-        received: list[str],
-    ) -> None:
-        self.saved: Path | None = None
-        self.told: list[str] = []
-        self._private = private
-        self._settings = settings
-        self._callbacks = callbacks
-        self._scheduler = scheduler
-        self._extras = extras
-        self._received = received
-        self._is_due = False
-        self._curve = SpendingCurve(private.plan) if settings.price_steps else None
-        self._started = time.perf_counter()
+    private: PrivateTraining
+    settings: LoopSettings
+    callbacks: Sequence[Callback]
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    extras: Mapping[str, Stateful]
+    received: list[str]
+    saved: Path | None = None
+    told: Sequence[str] = ()
+    is_due: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.curve = SpendingCurve(self.private.plan) if self.settings.price_steps else None
 
     def __call__(self) -> None:
-        learning_rate = float(self._private.optimizer.param_groups[0]["lr"])
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._hear_others()
-        progress = self._progress(learning_rate)
-        for callback in self._callbacks:
-            callback(progress)
-        due = self._private.steps_taken % self._settings.checkpoint_every == 0
-        self._is_due = self._is_due or due or bool(self.told)
-        # A secure run cannot go on with a block of banded noise that it left.
-        if self._is_due and self._private.between_blocks:
-            if self.told:
-                self._private.pause()
-            self.save()
-            self._is_due = False
-        self._started = time.perf_counter()
-
-    def _hear_others(self) -> None:
-        """A signal that one rank received stops all of them, after the same step."""
-        everyone = self._private.world.gather_texts(" ".join(self._received))
+        private, curve = self.private, self.curve
+        learning_rate = float(private.optimizer.param_groups[0]["lr"])
+        if self.scheduler is not None:
+            self.scheduler.step()
+        # A signal that one rank received stops all of them, after the same step.
+        everyone = private.world.gather_texts(" ".join(self.received))
         self.told = [name for names in everyone for name in names.split()]
-
-    def save(self) -> None:
-        """Write a checkpoint, if asked for any."""
-        if self._settings.checkpoint_dir is not None:
-            with self._private.clock.part("checkpoints"):
-                self.saved = save_checkpoint(
-                    self._private,
-                    self._settings.checkpoint_dir,
-                    extras=self._extras,
-                    keep=self._settings.keep_checkpoints,
-                )
-
-    def _progress(self, learning_rate: float) -> Progress:
-        private, curve = self._private, self._curve
         assert private.last_metrics is not None
-        return Progress(
+        progress = Progress(
             metrics=private.last_metrics,
             sample_norms=private.last_sample_norms,
-            seconds=time.perf_counter() - self._started,
+            seconds=time.perf_counter() - self.started,
             learning_rate=learning_rate,
             certified=None if curve is None else curve.certified(private.ledger.spent),
             paper=None if curve is None else curve.paper(private.ledger.spent),
         )
+        for callback in self.callbacks:
+            callback(progress)
+        due = private.steps_taken % self.settings.checkpoint_every == 0
+        self.is_due = self.is_due or due or bool(self.told)
+        # A secure run cannot go on with a block of banded noise that it left.
+        if self.is_due and private.between_blocks:
+            if self.told:
+                private.pause()
+            self.save()
+            self.is_due = False
+        self.started = time.perf_counter()
+
+    def save(self) -> None:
+        """Write a checkpoint, if asked for any."""
+        folder, keep = self.settings.checkpoint_dir, self.settings.keep_checkpoints
+        if folder is not None:
+            with self.private.clock.part("checkpoints"):
+                self.saved = save_checkpoint(self.private, folder, extras=self.extras, keep=keep)
 
 
 def _resume(
@@ -326,12 +296,8 @@ def _refuse_untrained(private: PrivateTraining) -> None:
         )
 
 
-def _in_precision(
-    per_sample_loss: PerSampleLoss, precision: Precision, device: torch.device
-) -> PerSampleLoss:
-    """The loss under autocast, if asked for; backward and update are outside of it."""
-    if precision == "float32":
-        return per_sample_loss
+def _in_bf16(per_sample_loss: PerSampleLoss, device: torch.device) -> PerSampleLoss:
+    """The loss under autocast; backward and update are outside of it."""
 
     def narrow(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):

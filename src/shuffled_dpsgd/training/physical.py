@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +47,16 @@ def find_physical_batch_size(
         )
     size = min(start or private.plan.expected_batch_size, len(data))
     lengths = lengths_of(data)
+    longest = None if lengths is None else max(lengths)
     order = range(len(data))
     records = order if lengths is None else sorted(order, key=lambda i: -lengths[i])[:size]
     load = PartLoader(data, collate or default_collate)
     devices = [private.device] if private.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        while not _fits(private, load[_part(records[:size], lengths)], per_sample_loss):
+        while True:
+            part = Part(records=tuple(records[:size]), counted=size, length=longest)
+            if _fits(private, load[part], per_sample_loss):
+                break
             if size == 1:
                 raise InvalidArgumentError(
                     "physical_batch_size",
@@ -65,20 +69,13 @@ def find_physical_batch_size(
     return size
 
 
-def _part(records: Sequence[int], lengths: Sequence[int] | None) -> Part:
-    longest = None if lengths is None else max(lengths)
-    return Part(records=tuple(records), counted=len(records), length=longest)
-
-
 def _fits(private: PrivateTraining, loaded: Any, per_sample_loss: PerSampleLoss) -> bool:
-    batch = to_device(shaped(loaded), private.device)
+    batch, fits = to_device(shaped(loaded), private.device), True
     with private:
         try:
             private.backward(per_sample_loss(private.model, batch))
         except torch.OutOfMemoryError:
             fits = False
-        else:
-            fits = True
         finally:
             private.discard()
     if not fits and private.device.type == "cuda":

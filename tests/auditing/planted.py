@@ -101,8 +101,8 @@ def divide_by_real_batch(private: PrivateTraining) -> None:
     inner = private.mechanism
 
     class RealDivisor:
-        def privatize(self, sums, *, key, earlier=(), frame=None, watch=None):
-            release = inner.privatize(sums, key=key, earlier=earlier, frame=frame, watch=watch)
+        def privatize(self, sums, *, key, earlier=()):
+            release = inner.privatize(sums, key=key, earlier=earlier)
             size = max(private.engine.sample_norms.numel(), 1)
             for tensor in sums.values():
                 tensor.mul_(private.plan.expected_batch_size / size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism, SumFrame
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks, Referee
 from shuffled_dpsgd.errors import require
@@ -62,11 +62,9 @@ class RecordingMechanism(ShuffledGaussianMechanism):
         *,
         key: bytes,
         earlier: Sequence[bytes] = (),
-        frame: SumFrame | None = None,
-        watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
         self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
-        self.norms = self.inner.privatize(sums, key=key, earlier=earlier, frame=frame, watch=watch)
+        self.norms = self.inner.privatize(sums, key=key, earlier=earlier)
         self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
         return self.norms
 

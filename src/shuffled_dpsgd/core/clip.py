@@ -29,19 +29,15 @@ class ClippedSums(Protocol):
     @property
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
-        ...
 
     def clipped_sum(self) -> Mapping[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name."""
-        ...
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, the model runs as its owner wrote it, and nothing is recorded."""
-        ...
 
     def reset(self) -> None:
         """Forget norms and sums."""
-        ...
 
 
 def clip_factor(norm: float, bound: float, clip: str = "flat") -> float:

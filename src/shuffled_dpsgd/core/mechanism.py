@@ -12,29 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from shuffled_dpsgd.core.banded import sensitivity
 from shuffled_dpsgd.core.clip import joint_norm
-from shuffled_dpsgd.core.noise import GaussianNoise, Place, number
+from shuffled_dpsgd.core.noise import GaussianNoise, Place
 from shuffled_dpsgd.core.plan import PrivacyPlan
-
-if TYPE_CHECKING:
-    from shuffled_dpsgd.core.referee import Referee
-
-
-class SumFrame(Protocol):
-    """Where the noise is drawn: as if the weights had never been permuted (for experiments)."""
-
-    def enter(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Move the sums, in place, to where they would lie had nothing been permuted."""
-        ...
-
-    def leave(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Move them back."""
-        ...
 
 
 @dataclass(eq=False)
@@ -66,13 +50,11 @@ class ShuffledGaussianMechanism:
         *,
         key: bytes,
         earlier: Sequence[bytes] = (),
-        frame: SumFrame | None = None,
-        watch: Referee | None = None,
     ) -> dict[str, torch.Tensor]:
         """Make `sums` private in place, with noise from `key` and those of `earlier` in its block.
 
         Returns the norm of each block of parameters before its batch clip: not noised, and on the
-        device. `watch` is called before the noise, with everything clipped, and after it.
+        device.
         """
         plan = self.plan
         norms = torch.stack([joint_norm([sums[n] for n in b.parameters]) for b in plan.blocks])
@@ -82,27 +64,16 @@ class ShuffledGaussianMechanism:
         for block, norm in zip(plan.blocks, norms, strict=True):
             before[block.name] = norm
             stds |= dict.fromkeys(block.parameters, block.noise_std(plan.clip_norm))
-            if block.batch_clip_norm is not None:
+            bound = block.batch_clip_norm
+            if bound is not None:
                 # On the device, so that it need not be waited for. Times one changes no bit.
-                factor = torch.where(
-                    norm > block.batch_clip_norm, block.batch_clip_norm / norm, 1.0
-                )
+                factor = torch.where(norm > bound, bound / norm, 1.0)
                 for name in block.parameters:
                     sums[name].mul_(factor.to(sums[name].dtype))
-        stds = {name: stds[name] for name in sums}
-        places = number(sums) if self.places is None else self.places
         divide_by = float(plan.expected_batch_size)
-        if frame is not None:
-            frame.enter(sums)
-        if watch is not None:
-            watch.before_noise(sums)
         draws = self._combined([*earlier, key])
         for number_of, (weight, one) in enumerate(draws, start=1):
-            own = {name: weight * std for name, std in stds.items()}
+            own = {name: weight * stds[name] for name in sums}
             divisor = divide_by if number_of == len(draws) else 1.0
-            self.noise.add_(sums, own, key=one, places=places, divide_by=divisor)
-        if watch is not None:
-            watch.after_noise(sums, stds=stds, draws=draws, places=places, divide_by=divide_by)
-        if frame is not None:
-            frame.leave(sums)
+            self.noise.add_(sums, own, key=one, places=self.places, divide_by=divisor)
         return before

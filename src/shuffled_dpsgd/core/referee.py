@@ -4,8 +4,8 @@ Whatever is fast (engines, kernels, compilers, exchanges) is on probation. A fau
 wrong sums under a card that says proven, so the sums are compared with the definition as they come.
 
 At every release: the sums are finite, there are as many contributions as records were drawn, and
-‖sum‖ ≤ count · clip_norm, as holds for every clipped sum. Of the noise, random coordinates are
-recomputed from the key by the definition (`noise.normal`).
+‖sum‖ ≤ count · clip_norm, as holds for every clipped sum. Random coordinates of the release are
+recomputed from the plan and the keys by the definition (`noise.normal`).
 
 In the first steps, for every new kind of batch, and at random: the whole sum, at its real shape and
 precision, against one stock backward of Σ f_i·loss_i, with the referee's own factors
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor, joint_norm
 from shuffled_dpsgd.core.noise import Place, normal
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import CannotReplayError, RefereeError
 
 DEFAULT_RATE = 1 / 256
@@ -94,11 +95,9 @@ class SecondRun(Protocol):
 
     def gradient(self, weights: Tensor, *, last: bool = False) -> dict[str, Tensor]:
         """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
-        ...
 
     def cancels(self) -> bool:
         """Whether the gradient of all samples is a small rest of much larger terms."""
-        ...
 
 
 Tensors = dict[str, Tensor]
@@ -353,7 +352,7 @@ class Referee:
                 f"{drawn} records were drawn and {count} are in the sums; nothing was released"
             )
         if norm is not None:
-            self._check_bound(norm, count)
+            self.check_bound(norm, count=count)
         if self._compares and self._shards is None and count:
             self._conclude(sums, self._whole_total(count))
 
@@ -389,12 +388,7 @@ class Referee:
         self.checks.sums += 1
 
     def check_bound(self, norm: float, *, count: int) -> None:
-        """‖sum‖ ≤ count · clip_norm, over all processes: the last look before the ledger."""
-        self._check_bound(norm, count)
-        self.checks.releases += 1
-
-    def _check_bound(self, norm: float, count: int) -> None:
-        """As for every clipped sum; of no record it is zero."""
+        """‖sum‖ ≤ count · clip_norm, as for every clipped sum; of no record it is zero."""
         most = count * self._bound * (1 + BOUND_ROOM) if count else 0.0
         if not norm <= most or not math.isfinite(norm):
             raise RefereeError(
@@ -440,8 +434,9 @@ class Referee:
             )
 
     def before_noise(self, sums: Mapping[str, Tensor]) -> None:
-        """Keep a few coordinates as they are before the noise."""
+        """Keep a few coordinates as they are before the mechanism."""
         self._noise = []
+        self.checks.releases += 1
         on_host = all(tensor.device.type == "cpu" for tensor in sums.values())
         often = on_host or self.checks.releases <= FIRST_NOISES or self._compares
         if not often and self._coin.randrange(NOISE_TURNS):
@@ -460,23 +455,31 @@ class Referee:
         self,
         sums: Mapping[str, Tensor],
         *,
-        stds: Mapping[str, float],
+        plan: PrivacyPlan,
+        norms: Sequence[float],
         draws: Sequence[tuple[float, bytes]],
         places: Mapping[str, Place],
-        divide_by: float,
     ) -> None:
-        """Recompute those coordinates from the keys and their weights, by the definition."""
+        """Recompute those coordinates by the definition, from the plan and the keys alone.
+
+        `norms` are those of the plan's blocks, and `draws` the keys with their weights.
+        """
+        blocks = zip(plan.blocks, norms, strict=True)
+        known = {name: (block, norm) for block, norm in blocks for name in block.parameters}
         for name, at, before in self._noise:
+            block, norm = known[name]
+            std, bound = block.noise_std(plan.clip_norm), block.batch_clip_norm
             group, first = places[name]
             wide = sums[name].dtype == torch.float64
             place = Place(group, first + at)
-            noise = stds[name] * sum(w * normal(key, place, wide=wide) for w, key in draws)
-            value, found = float(before), float(sums[name].view(-1)[at]) * divide_by
+            noise = std * sum(w * normal(key, place, wide=wide) for w, key in draws)
+            value, found = float(before), float(sums[name].view(-1)[at]) * plan.expected_batch_size
+            value *= 1.0 if bound is None or norm <= bound else bound / norm
             rounding = (1e-12 if wide else 1e-6) * (abs(value) + abs(found))
-            if not abs(found - value - noise) <= NOISE_ROOM * stds[name] + rounding:
+            if not abs(found - value - noise) <= NOISE_ROOM * std + rounding:
                 raise RefereeError(
-                    f"{name}: coordinate {at} received noise of {found - value:.6g}, where the key "
-                    f"gives {noise:.6g}; nothing was released: {_REMEDY}"
+                    f"{name}: coordinate {at} received noise of {found - value:.6g}, and plan and "
+                    f"keys give {noise:.6g}; nothing was released: {_REMEDY}"
                 )
             self.checks.noise += 1
         self._noise = []

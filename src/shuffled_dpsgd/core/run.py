@@ -77,7 +77,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    door = Door(names=tuple(trainable), streams=streams, update=update, bands=plan.bands)
+    door = Door(names=tuple(trainable), plan=plan, streams=streams, update=update)
     for step in range(plan.num_steps):
         drawn = sampler.indices(step).tolist()
         engine.reset()

@@ -177,13 +177,13 @@ class PrivateTraining:
         self.referee = self.moving_clip.watched(self._referee)
         self._door = Door(
             names=(*self._trainable, *self.moving_clip.names),
+            plan=plan,
             streams=streams,
             update=lambda grads: self._optimizer.update(self.moving_clip.taken(grads)),
             exchange=exchange,
             sharded=sharding is not None,
             fingerprinted=self._fingerprinted,
             timed=self.clock.part,
-            bands=plan.bands,
         )
         self._drawn = DrawnBatches(
             self,

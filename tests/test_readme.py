@@ -41,6 +41,7 @@ def variants(code: str) -> list[str]:
 
 def test_it_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
+    assert sum(bool(line.strip()) for line in CODE[0].splitlines()) <= 15
 
 
 def test_the_figures_sentences_are_the_records() -> None:
@@ -113,7 +114,10 @@ def test_the_loop_runs(
     assert (plan.accounting, plan.shuffle, clips.pop() if clips else None) == planned
     assert private.finished
     assert private.released
-    assert "proven" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    (said,) = re.findall(r"# (ε = .+?), and", CODE[0])
+    assert "(proven)" in printed
+    assert (said in printed) is (planned[0] == "certified")
 
 
 # Refuses every module of a distribution that the install line does not bring.

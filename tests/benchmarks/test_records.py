@@ -84,8 +84,28 @@ def test_the_comparison_with_opake_is_its_record() -> None:
     assert row[4] == f"{of_plain(gpt, 'ours')}; {of_plain(vit, 'ours')}"
     assert row[5] == f"{core[gpt, 'opacus:ghost'] / core[gpt, 'ours']:.1f}; fails"
     assert row[3].endswith(f"{of_plain(gpt, 'opake')}; {of_plain(vit, 'opake')}")
-    page = " ".join((FOLDER.parent / "README.md").read_text(encoding="utf-8").split())
-    ghost = of_plain(gpt, "opacus:ghost")
-    assert f"GPT-2 is at {of_plain(gpt, 'ours')} of plain (Opake {of_plain(gpt, 'opake')}" in page
-    assert f"Opacus ghost {ghost}), one of a small ViT at {of_plain(vit, 'ours')}" in page
-    assert f"(Opake {of_plain(vit, 'opake')})" in page
+    page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    for name, workload, ghost in (
+        ("small GPT-2 8×64", gpt, row[5].partition(";")[0]),
+        ("small ViT 8×197, written by hand", vit, "it fails"),
+    ):
+        opake = core[workload, "opake"] / core[workload, "ours"]
+        cells = f"{of_plain(workload, 'ours')} | – | {ghost} | {opake:.1f} | – |"
+        assert f"| CPU, {name} | {cells}" in page
+
+
+def test_the_readmes_table_is_the_records() -> None:
+    page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    named = {
+        "GPT-2 32×128": "gpt2-32x128",
+        "BERT-base 64×128": "bert-base-64x128",
+        "GPT-2-large 32×128": "gpt2-large-32x128",
+        "ViT-B 128×197": "vit-base-128x197",
+        "GPT-2 8×1024": "gpt2-8x1024",
+    }
+    lines = re.findall(r"^\| H200, (.+?) \| (.+) \|$", page, re.MULTILINE)
+    assert [name for name, _ in lines] == list(named)
+    for name, cells in lines:
+        row = next(r for r in ROWS if r[0] == "2026-11-15" and f"step `{named[name]}`" in r[3])
+        found = [cell.partition(" (")[0] for cell in cells.split(" | ")]
+        assert found == [*row[4].split(", compiled "), row[5], "–", row[6]]

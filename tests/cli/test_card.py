@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from typer.testing import CliRunner
 
 from shuffled_dpsgd import make_private
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.training import write_card
+from shuffled_dpsgd.training.planning import plan_from_json
+from shuffled_dpsgd.training.saved_card import read_card
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -22,7 +27,8 @@ def run(*arguments: object, code: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The card of a loop of one's own, as `dumps` writes it."""
+    """The card of a loop of one's own, as `dumps` writes it, beside its ledger."""
+    folder = tmp_path_factory.mktemp("card")
     model = torch.nn.Linear(4, 2)
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
     private = make_private(
@@ -35,12 +41,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         delta=1e-3,
         clip_norm=1.0,
         shuffle="off",
+        ledger_path=folder / "ledger.jsonl",
     )
     for x, y in private.batches(data):
         private.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
         private.step()
     private.release()
-    path = tmp_path_factory.mktemp("card") / "card.json"
+    path = folder / "privacy_card.json"
     path.write_text(private.card().dumps(), encoding="utf-8")
     private.close()
     return path
@@ -74,3 +81,20 @@ def test_what_is_no_card_is_refused(saved: Path, tmp_path: Path) -> None:
     for text in (json.dumps(data), "{}", "no JSON", "[1]"):
         broken.write_text(text, encoding="utf-8")
         assert "not a privacy card of this version" in run("card", tmp_path, code=2).output
+
+
+def test_a_folder_whose_ledger_says_otherwise_is_refused(saved: Path, tmp_path: Path) -> None:
+    """A card that another plan, or fewer steps, would have given is consistent in itself."""
+    card = read_card(saved)
+    shutil.copytree(saved.parent, tmp_path, dirs_exist_ok=True)
+    assert read_card(tmp_path) == card
+    plan = plan_from_json(card.plan)
+    blocks = tuple(replace(block, noise_multiplier=9.0) for block in plan.blocks)
+    fewer = write_card(plan, num_steps=1)
+    quieter = write_card(replace(plan, blocks=blocks), num_steps=2)
+    for other, why in ((fewer, "1 of 2 steps, and"), (quieter, "ledger of plan")):
+        (tmp_path / saved.name).write_text(other.dumps(), encoding="utf-8")
+        read_card(tmp_path / saved.name)
+        assert why in " ".join(run("card", tmp_path, code=2).output.split())
+    (tmp_path / "ledger.jsonl").write_text("no ledger\n", encoding="utf-8")
+    assert "restore the file" in run("card", tmp_path, code=2).output

@@ -106,6 +106,26 @@ def test_a_card_about_no_day_is_refused(made: PrivacyCard) -> None:
         publishing.registry_yaml(made.about(date="yesterday"))
 
 
+@pytest.mark.parametrize("name", ["model", "data", "unit", "date"])
+def test_a_field_with_nothing_in_it_is_refused(made: PrivacyCard, name: str) -> None:
+    for write in (publishing.registry_yaml, publishing.nist_checklist, publishing.model_card):
+        with pytest.raises(InvalidArgumentError, match=f"subject.{name}: expected something"):
+            write(made.about(**{name: " "}))
+
+
+def test_a_run_that_draws_units_is_about_units() -> None:
+    card = replace(made_card(records_per_unit=3, unit="person"), subject={"model": "m"})
+    found = yaml.safe_load(publishing.registry_yaml(card))["deployment"]
+    loss = found["privacy_loss"]
+    assert loss["privacy_unit"] == "one unit"
+    units = "one unit, with all of its records, is added or removed"
+    assert f"Adjacent data sets: {units}." in loss["privacy_unit_details"]
+    assert "collection of units" in found["dp_variant"]["data_domain"]
+    sheet = publishing.nist_checklist(card)
+    assert f"[x] **neighbouring data sets**: {units}" in sheet
+    assert "one row" not in sheet + loss["privacy_unit_details"]
+
+
 def test_every_broken_field_of_a_record_is_found(record: dict[str, Any]) -> None:
     assert check_record(record) == record
     places = list(leaves(record))
@@ -131,7 +151,15 @@ def test_a_saved_card_reads_back_as_it_was(made: PrivacyCard) -> None:
     bound = AuditedBound(
         adversary="one run", estimator="CP", epsilon=0.5, delta=1e-5, confidence=0.95
     )
-    for card in (made, made_card(accounting="paper", batch_clip_norm=1.0), made.with_audits(bound)):
+    settings: list[dict[str, Any]] = [
+        {"batch_clip_norm": 1.0, "seed": 1},
+        {"noise": "banded", "bands": 2},
+        {"largest_batch": 150, "clip_quantile": 0.5},
+        {"records_per_unit": 2, "unit": "person", "adjacency": "replace-one"},
+    ]
+    given = (made_card(epsilon=None, noise_multiplier=1.0, **each) for each in settings)
+    paper = made_card(accounting="paper", batch_clip_norm=1.0)
+    for card in (made, paper, made.with_audits(bound), *given):
         assert card_from_json(json.loads(card.dumps())) == card
     uncertified = made_card(epsilon=None, noise_multiplier=0.0)
     assert uncertified.certified is None
@@ -160,10 +188,32 @@ def test_every_broken_field_of_a_card_is_found(made: PrivacyCard) -> None:
         changed(data, ("why_not_certified",), ["a reason"]),
         changed(data, ("not_covered",), data["not_covered"][1:]),
         changed(data, ("surplus",), 1),
+        changed(data, ("certified", "method"), "exact, audited"),
+        changed(data, ("certified_so_far",), data["certified"]),
+        changed(data, ("mechanism", 1), data["mechanism"][1].replace("multiplier", "multiplier 9")),
+        changed(data, ("sampler",), data["sampler"].replace("record", "unit")),
+        changed(data, ("randomness",), "keyed by the operating system"),
+        changed(data, ("exactness",), "verified"),
+        changed(data, ("target",), "ε = 1 (proven)"),
+        changed(data, ("paper", "epsilon"), 0.001),
+        changed(data, ("steps_released",), 800),
+        changed(data, ("steps_released",), 5),
+        changed(data, ("steps_planned",), 80),
+        changed(data, ("checks", "sums"), 10**6),
+        changed(data, ("checks", "not_made"), 1),
+        changed(data, ("plan", "secure"), False),
+        changed(data, ("plan", "records_per_unit"), 3),
+        changed(data, ("plan", "adjacency"), "replace-one"),
+        changed(data, ("plan", "dataset_size"), 10**6),
+        changed(data, ("plan", "blocks", 0, "noise_multiplier"), 9.0),
     ]
     for each in broken:
+        assert each != data
         with pytest.raises((ValueError, KeyError, TypeError)):
             card_from_json(each)
+    # Caveats may be added by whoever publishes; none may go.
+    more = changed(data, ("not_covered",), [*data["not_covered"], "another release"])
+    assert card_from_json(more).not_covered[-1] == "another release"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +258,13 @@ def test_the_checklist_ticks_only_what_the_run_answers(made: PrivacyCard) -> Non
     assert "[ ] **correctness watched**" in secure
     watched = replace(made, checks=replace(made.checks, releases=10, sums=3))
     assert "[x] **correctness watched**" in publishing.nist_checklist(watched)
+    untried = replace(watched, use_assumptions=(*watched.use_assumptions, "not checked: the loss"))
+    sheet = publishing.nist_checklist(untried)
+    assert "[ ] **correctness watched**: compared" in sheet
+    assert "; not checked: the loss" in sheet
+    assert "other releases of the same data**: the training data influence" in sheet
+    assert "settings chosen without the data**: hyper-parameter search" in sheet
+    assert "what else must not be published**: training metrics" in sheet
     large = publishing.nist_checklist(made_card(delta=1e-2))
     assert "[ ] **δ below" in large
     assert "[x] **δ below" in secure

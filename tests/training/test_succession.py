@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
     succession,
 )
+from shuffled_dpsgd.training.saved_card import card_from_json
 from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
 
 
@@ -76,6 +78,11 @@ def test_a_cell_run_again_adds_up_on_the_card() -> None:
     assert last.card().exactness is None
     assert last.card().meaning is not None
     assert last.card().meaning.add_remove.epsilon == certified.epsilon  # type: ignore[union-attr]
+    saved = json.loads(last.card().dumps())
+    assert card_from_json(saved) == last.card()
+    saved["certified"]["inputs"]["runs"][-1]["num_steps"] = 1
+    with pytest.raises(ValueError, match="not that of its plan"):
+        card_from_json(saved)
 
 
 def test_a_fresh_model_on_the_same_rows_says_what_the_rows_gave_before() -> None:

@@ -43,8 +43,8 @@ def card(
 ) -> None:
     """Write the privacy card of a run for a registry, an auditor or a model hub.
 
-    Only the certified claim enters the first three. The ε is computed again from what the card says
-    of noise and steps; a card that was changed by hand is refused.
+    Only the certified claim enters the first three. What follows from the card's plan is computed
+    again and compared; a folder's card is compared with its ledger too.
     """
     from shuffled_dpsgd.reports import card_page, publishing
     from shuffled_dpsgd.training.saved_card import read_card

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
 import yaml
 
-from shuffled_dpsgd.core.card import CERTIFIED_METHOD_NOTE, CertifiedCard
+from shuffled_dpsgd.core.card import (
+    CERTIFIED_METHOD_NOTE,
+    NOT_COVERED,
+    ONE_UNIT,
+    USE_ASSUMPTIONS,
+    CertifiedCard,
+)
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.training.card import REFUTED, PrivacyCard
 
 SOFTWARE = "shuffled-dpsgd"
 TO_FILL = "TO BE FILLED IN BY THE CURATOR"
-SEEDED = "keyed by a seed"
+SEARCH, _PUBLIC_START, METRICS, HELD_OUT, _NUMBER, _SIDE_CHANNELS = NOT_COVERED
+_LOSS_ALONE, NO_OTHER_RELEASE = USE_ASSUMPTIONS
 FLOATING_POINT = (
     "No measure is taken against floating-point leaks through the lowest bits of the noise, nor "
     "against timing."
@@ -43,6 +51,7 @@ def certified_claim_of(card: PrivacyCard) -> PrivacyClaim:
     elif card.verdicts.get("certified") == REFUTED:
         why = "an audit refuted its certified ε"
     else:
+        _require_filled(card.subject, "subject")
         return claim
     raise ShuffledDPError(f"this run has no certified ε to publish: {why}")
 
@@ -52,12 +61,13 @@ def registry_yaml(card: PrivacyCard) -> str:
     claim = certified_claim_of(card)
     subject = card.subject
     model, data = (subject.get(name, TO_FILL) for name in ("model", "data"))
-    day = subject.get("date") or date.today().isoformat()
+    day = subject.get("date", date.today().isoformat())
     try:
         date.fromisoformat(day)
     except ValueError as error:
         raise InvalidArgumentError("date", expected="a day as YYYY-MM-DD", got=day) from error
     slug = "-".join([subject.get("model", "model"), subject.get("data", "data"), day])
+    unit = "unit" if card.of_units else "record"
     return to_yaml(
         {
             "url_slug": re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-"),
@@ -76,8 +86,8 @@ def registry_yaml(card: PrivacyCard) -> str:
                 },
                 "dp_variant": {
                     "variant_name": "Approximate DP",
-                    "data_domain": "Every finite collection of training records. "
-                    f"{TO_FILL}: what a record is",
+                    "data_domain": f"Every finite collection of {unit}s. "
+                    f"{TO_FILL}: what a {unit} is",
                     "unprotected_quantities": _listed(card.not_covered),
                 },
                 "privacy_loss": _privacy_loss(card, claim),
@@ -101,10 +111,11 @@ def registry_yaml(card: PrivacyCard) -> str:
 
 def _privacy_loss(card: PrivacyCard, claim: PrivacyClaim) -> dict[str, Any]:
     meaning = () if card.meaning is None else card.meaning.describe()
+    one = "be several units" if card.of_units else "own several rows"
+    whose = f"whether one person can {one}"
     return {
         "privacy_unit": _unit(card),
-        "privacy_unit_details": f"Adjacent data sets: {_adjacency(claim)}. {TO_FILL}: whether one "
-        "person can own several rows",
+        "privacy_unit_details": f"Adjacent data sets: {_adjacency(card)}. {TO_FILL}: {whose}",
         "privacy_parameters": {"epsilon": claim.epsilon, "delta": claim.delta},
         "privacy_parameters_details": _listed(
             (f"{claim.describe()}, {CERTIFIED_METHOD_NOTE}", *meaning, *card.assumptions)
@@ -144,28 +155,29 @@ def _implementation(card: PrivacyCard) -> dict[str, Any]:
 def nist_checklist(card: PrivacyCard) -> str:
     """One page along the pyramid of NIST SP 800-226: what the run answers, what is left to do."""
     claim = certified_claim_of(card)
-    seeded = SEEDED in card.randomness
-    whole_delta = not any("δ" in line and "1/" in line for line in card.not_covered)
-    compared = bool(card.checks.sums) and not card.checks.not_made
+    whole_delta = claim.delta * card.plan["dataset_size"] < 1.0
+    untried = [line for line in card.use_assumptions if line not in (*USE_ASSUMPTIONS, ONE_UNIT)]
+    compared = bool(card.checks.sums) and not card.checks.not_made and not untried
+    watched = "; ".join((*card.check_lines, *untried)) or "nothing was"
     rows: tuple[tuple[str, tuple[tuple[bool, str, str], ...]], ...] = (
         (
             "Top: the guarantee",
             (
                 (True, "privacy parameters", f"{claim.describe()}, {CERTIFIED_METHOD_NOTE}"),
                 (whole_delta, "δ below one over the number of records", f"δ = {claim.delta:.3g}"),
-                (True, "neighbouring data sets", _adjacency(claim)),
+                (True, "neighbouring data sets", _adjacency(card)),
                 (False, "unit of privacy is a person", f"the unit is {_unit(card)}"),
-                (False, "other releases of the same data", card.use_assumptions[-1]),
+                (False, "other releases of the same data", NO_OTHER_RELEASE),
             ),
         ),
         (
             "Middle: algorithms, correctness, side channels",
             (
                 (True, "mechanism", "; ".join((card.sampler, *card.mechanism))),
-                (compared, "correctness watched", "; ".join(card.check_lines) or "nothing was"),
-                (not seeded, "randomness", card.randomness),
+                (compared, "correctness watched", watched),
+                (card.plan["secure"], "randomness", card.randomness),
                 (False, "side channels and floating point", FLOATING_POINT),
-                (False, "settings chosen without the data", card.not_covered[0]),
+                (False, "settings chosen without the data", SEARCH),
                 (False, "utility and bias", "score groups of people one by one, before publishing"),
             ),
         ),
@@ -174,7 +186,7 @@ def nist_checklist(card: PrivacyCard) -> str:
             (
                 (True, "query model", "not interactive: the weights are published once"),
                 (False, "threat and trust model", f"central; {card.threat_model}"),
-                (False, "what else must not be published", "; ".join(card.not_covered[2:4])),
+                (False, "what else must not be published", f"{METRICS}; {HELD_OUT}"),
                 (False, "data security and access control", "who could read the records"),
                 (False, "data collection", "how the records were collected and how long they stay"),
             ),
@@ -238,9 +250,18 @@ _Readable.add_representer(
 
 
 def to_yaml(value: Any) -> str:
-    """Plain data as YAML, in its own order."""
+    """Plain data as YAML, in its own order; refuses a field with nothing in it."""
+    _require_filled(value, "")
     text: str = yaml.dump(value, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=100)
     return text
+
+
+def _require_filled(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _require_filled(inner, f"{where}.{name}" if where else name)
+    elif value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        raise InvalidArgumentError(where, expected="something filled in", got=value)
 
 
 def _title(card: PrivacyCard) -> str:
@@ -248,15 +269,13 @@ def _title(card: PrivacyCard) -> str:
 
 
 def _unit(card: PrivacyCard) -> str:
-    return card.subject.get("unit", "one row")
+    return card.subject.get("unit", "one unit" if card.of_units else "one row")
 
 
-def _adjacency(claim: PrivacyClaim) -> str:
-    start = "neighbouring data sets differ by "
-    found = [line[len(start) :] for line in claim.assumptions if line.startswith(start)]
-    return {"add-remove": "one row is added or removed", "replace-one": "one row is replaced"}.get(
-        found[0], found[0]
-    )
+def _adjacency(card: PrivacyCard) -> str:
+    one = "one unit, with all of its records," if card.of_units else "one row"
+    how = {"add-remove": "added or removed", "replace-one": "replaced"}[card.plan["adjacency"]]
+    return f"{one} is {how}"
 
 
 def _method(claim: PrivacyClaim) -> str:

@@ -23,6 +23,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.training.moving_clip import follows
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
 PAPER, AUDITED, REFUTED = "paper's estimate", "audited bounds", "claim refuted"
@@ -72,6 +73,8 @@ class PrivacyCard(CertifiedCard):
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
+    # As `plan_json` writes it, without the seed: what everything above follows from.
+    plan: Mapping[str, Any] = field(default_factory=dict)
     # Digests of what was released, by which saved weights are known; see `released_weights.py`.
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -148,6 +151,7 @@ class PrivacyCard(CertifiedCard):
         return {
             "subject": dict(self.subject),
             "weights": {kind: list(digests) for kind, digests in self.weights.items()},
+            "plan": dict(self.plan),
             "private": self.private,
             "accounting": self.accounting,
             "certified": _claim_json(self.certified),
@@ -302,7 +306,13 @@ def write_card(
     mechanism = (*found.mechanism, *([] if plan.clip_quantile is None else [follows(plan)]))
     assumptions = (*found.use_assumptions, *not_checked)
     model = UNIT_THREAT_MODEL if found.of_units else THREAT_MODEL
-    return replace(found, mechanism=mechanism, use_assumptions=assumptions, threat_model=model)
+    return replace(
+        found,
+        mechanism=mechanism,
+        use_assumptions=assumptions,
+        threat_model=model,
+        plan=plan_json(plan),
+    )
 
 
 def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:

@@ -178,8 +178,22 @@ def plan_json(plan: PrivacyPlan) -> dict[str, Any]:
     data = plan.comparable()
     del data["seed"]
     data["blocks"] = [{**b, "parameters": list(b["parameters"])} for b in data["blocks"]]
+    data["noise_rows"] = [list(row) for row in data["noise_rows"]]
     return data | {
         "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else None,
         "sampling_prob": plan.sampling_prob,
         "secure": plan.secure,
     }
+
+
+def plan_from_json(data: Mapping[str, Any]) -> PrivacyPlan:
+    """The plan of `plan_json`; of a seeded one, with zero in the place of its seed."""
+    known = {field.name: data[field.name] for field in fields(PrivacyPlan) if field.name in data}
+    blocks = (NoiseBlock(**{**b, "parameters": tuple(b["parameters"])}) for b in data["blocks"])
+    changed = {
+        "blocks": tuple(blocks),
+        "noise_rows": tuple(map(tuple, data["noise_rows"])),
+        "clip_norm": math.inf if data["clip_norm"] is None else data["clip_norm"],
+        "seed": None if data["secure"] else 0,
+    }
+    return PrivacyPlan(**(known | changed))

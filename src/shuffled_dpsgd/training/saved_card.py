@@ -1,8 +1,9 @@
 """A card read back from JSON, and refused where it is not what this version would write.
 
-What a card derives from its claim is derived again: the ε from noise, sampling probability and
-steps, what it means, the verdicts. So a figure that was changed by hand is found. What only the run
-knew (the names of model and data, how often something was compared) is taken as it stands.
+A card holds the plan of its run, without the seed. Everything that follows from the plan and the
+number of steps is written again and compared: claims, what they mean, noise, sampler, assumptions.
+In the folder of a run, plan and steps are compared with its ledger too. What only the run knew (the
+names of model and data, how often something was compared, audits) is taken as it stands.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.accounting.together import claim_together, runs_of
-from shuffled_dpsgd.core.card import NOT_COVERED, SEVERAL_ROWS, THREAT_MODEL, USE_ASSUMPTIONS
 from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.core.ledger import Ledger
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.training.card import UNIT_THREAT_MODEL, AuditedBound, PrivacyCard
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
+from shuffled_dpsgd.training.planning import plan_from_json
 
 CARD_FILE = "privacy_card.json"
-CLAIMS = ("certified", "certified_so_far", "paper")
-TUPLES = ("why_not_certified", "mechanism", "not_covered")
+LEDGERS = ("ledger.jsonl", "privacy_ledger.jsonl")
 TOLERANCE = 1e-6
 
 
@@ -31,18 +33,23 @@ def read_card(path: Path) -> PrivacyCard:
     """The card in a run's folder, or in a file that `card.dumps()` was written to.
 
     Raises:
-        CheckpointError: there is none, or its content is not what this version would write.
+        CheckpointError: there is none, or its content is not what this version would write, or
+            not what the ledger of the folder says.
     """
     file = path / CARD_FILE if path.is_dir() else path
     try:
-        return card_from_json(json.loads(file.read_text(encoding="utf-8")))
+        card = card_from_json(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(
             f"{file}: no privacy card there; pass the folder of a finished run, or a file that "
             "`private.card().dumps()` was written to"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: not a privacy card of this version; {error}") from error
+    for ledger in (path / name for name in LEDGERS if path.is_dir()):
+        if ledger.is_file():
+            _check_ledger(ledger, file, card)
+    return card
 
 
 def card_from_json(data: Mapping[str, Any]) -> PrivacyCard:
@@ -51,59 +58,69 @@ def card_from_json(data: Mapping[str, Any]) -> PrivacyCard:
     Raises:
         ValueError: a key is missing or unknown, or a value is not what follows from the others.
     """
-    plain = {field.name for field in fields(PrivacyCard)} & data.keys()
-    given: dict[str, Any] = {name: data[name] for name in plain}
-    for name in CLAIMS:
-        claim = data[name]
-        given[name] = None if claim is None else PrivacyClaim.from_json(claim)
-    for name in TUPLES:
-        given[name] = tuple(data[name])
-    by_block = data["paper_by_block"].items()
-    given["paper_by_block"] = {name: PrivacyClaim.from_json(claim) for name, claim in by_block}
-    given["audits"] = tuple(
-        AuditedBound(**{key: value for key, value in bound.items() if key != "kind"})
-        for bound in data["audits"]
+    plan, steps = plan_from_json(data["plan"]), data["steps_released"]
+    if type(steps) is not int or not 0 <= steps <= plan.num_steps:
+        raise ValueError(f"steps_released is {steps!r}, of {plan.num_steps} planned")
+    card = write_card(
+        plan,
+        num_steps=steps,
+        checks=Checks(**{**data["checks"], "reasons": set(data["checks"]["reasons"])}),
+        shuffles_verified=data["shuffles_verified"],
+        samples_checked=data["samples_checked"],
+        shows_sums=data["exactness"] is not None,
     )
-    given["checks"] = Checks(**{**data["checks"], "reasons": set(data["checks"]["reasons"])})
-    priced = given["certified"].assumptions if given["certified"] else ()
-    given["use_assumptions"] = tuple(data["assumptions"][len(priced) :])
-    card = PrivacyCard(**given)
-    _check_words(card)
-    _check_claim(card)
+    checks = card.checks
+    if not checks.sums <= checks.releases <= steps or bool(checks.not_made) != bool(checks.reasons):
+        raise ValueError(f"checks: more than there can be in {steps} steps, or without reasons")
+    if data["certified"] is None:
+        why = tuple(data["why_not_certified"]) or card.why_not_certified
+        unclaimed: dict[str, Any] = {"certified": None, "certified_so_far": None, "exactness": None}
+        card = replace(card, why_not_certified=why, **unclaimed)
+    elif "runs" in data["certified"]["inputs"]:
+        so_far = card.certified_so_far and _together(data["certified_so_far"], plan, steps)
+        whole = _together(data["certified"], plan, plan.num_steps)
+        card = replace(card, exactness=None, certified=whole, certified_so_far=so_far)
+    card = replace(
+        card,
+        shuffle=data["shuffle"] if plan.permutes else card.shuffle,
+        subject=data["subject"],
+        weights=data["weights"],
+        audits=tuple(
+            AuditedBound(**{key: value for key, value in bound.items() if key != "kind"})
+            for bound in data["audits"]
+        ),
+        use_assumptions=(*card.use_assumptions, *data["assumptions"][len(card.assumptions) :]),
+        not_covered=(*card.not_covered, *data["not_covered"][len(card.not_covered) :]),
+    )
     where = _difference(data, card.to_json())
     if where is not None:
         raise ValueError(f"{where} is not what follows from the rest of it")
     return card
 
 
-def _check_words(card: PrivacyCard) -> None:
-    """The fixed words of every card are there."""
-    alone, threat = ((), UNIT_THREAT_MODEL) if card.of_units else ((SEVERAL_ROWS,), THREAT_MODEL)
-    for kept, words in (
-        (card.not_covered, (*NOT_COVERED, *alone)),
-        (card.use_assumptions, USE_ASSUMPTIONS),
-        ((card.threat_model,), (threat,)),
-    ):
-        missing = [line for line in words if line not in kept]
-        if missing:
-            raise ValueError(f"it lacks the words {missing[0]!r}")
+def _together(data: Mapping[str, Any], plan: PrivacyPlan, steps: int) -> PrivacyClaim:
+    """The claim of so many steps of this run and of earlier runs on the same weights."""
+    runs = runs_of(PrivacyClaim.from_json(data))
+    if runs[-1] != plan.mechanism(steps):
+        raise ValueError("the last of its runs is not that of its plan")
+    return claim_together(runs, plan.delta)
 
 
-def _check_claim(card: PrivacyCard) -> None:
-    """The proven ε is what its noise, sampling probability and steps give."""
-    claim = card.certified
-    if claim is None:
-        return
-    if claim.kind != "proven" or not card.private or card.why_not_certified:
-        raise ValueError("it certifies an ε and says why none is certified")
-    runs = runs_of(claim)
-    found = claim_together(runs, claim.delta).epsilon if runs else 0.0
-    if not math.isclose(found, claim.epsilon, rel_tol=TOLERANCE):
-        raise ValueError(
-            f"certified.epsilon is {claim.epsilon:.6g}, and its noise and steps give {found:.6g}"
+def _check_ledger(ledger: Path, file: Path, card: PrivacyCard) -> None:
+    plan = plan_from_json(card.plan)
+    try:
+        header = json.loads(ledger.read_text(encoding="utf-8").partition("\n")[0])
+        # The mark of a seeded plan covers its seed, which is not on the card.
+        mark = plan.fingerprint() if plan.secure else header["plan"]
+        spent = Ledger(plan_fingerprint=mark, max_releases=plan.num_steps, path=ledger).spent
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{ledger}: not a ledger; restore the file") from error
+    planned = header["max_releases"]
+    if (card.steps_released, plan.num_steps) != (spent, planned):
+        raise CheckpointError(
+            f"{file}: {card.steps_released} of {plan.num_steps} steps, and {ledger.name} has "
+            f"{spent} of {planned}; restore the card"
         )
-    if card.steps_released and not runs:
-        raise ValueError("it prices no step, and steps were released")
 
 
 def _difference(one: Any, other: Any, where: str = "") -> str | None:

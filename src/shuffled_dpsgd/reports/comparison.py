@@ -22,7 +22,7 @@ CURVES = {
     "heldout_score": "Held-out score",
     "heldout_loss": "Held-out loss",
     "loss": "Training loss",
-    "certified_epsilon": "Certified ε spent so far (proven)",
+    "certified_epsilon": "Certified ε, spent so far",
 }
 
 

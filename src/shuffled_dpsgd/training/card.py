@@ -36,6 +36,14 @@ UNIT_THREAT_MODEL = THREAT_MODEL.replace("every record but one", "every unit but
 NUMBER_SETTLED = "so many steps and no more were settled on before the first"
 
 
+class SpentSoFar(PrivacyClaim):
+    """The ε of the steps taken, which shows that it is no claim of a run that could have gone on."""
+
+    def __format__(self, spec: str) -> str:
+        kind = f"({self.kind})"
+        return super().__format__(spec).replace(kind, f"{kind[:-1]} only if {NUMBER_SETTLED})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AuditedBound:
     """A lower bound on epsilon that an attack demonstrated, at a confidence.
@@ -104,7 +112,7 @@ class PrivacyCard(CertifiedCard):
         found = claim_together(runs, delta) if runs else replace(claim, delta=delta)
         if claim is not self.certified_so_far:
             return found
-        return replace(found, assumptions=(*found.assumptions, NUMBER_SETTLED))
+        return SpentSoFar(**vars(found) | {"assumptions": (*found.assumptions, NUMBER_SETTLED)})
 
     @property
     def meaning(self) -> Meaning | None:

@@ -54,6 +54,19 @@ def test_a_folder_has_a_card_for_the_registry(runs: Path) -> None:
     assert "films of the week" in run("card", runs / "csv").stdout
 
 
+@pytest.mark.parametrize(
+    "changes", [{"training__weight_averaging": 0.9}, {"model__lora_rank": 2}], ids=["ema", "merged"]
+)
+def test_the_card_is_about_the_weights_that_were_saved(runs: Path, changes: Any) -> None:
+    """Averages and merged factors are others than the last update left, and are what is saved."""
+    name = next(iter(changes))
+    raw = settings("csv", privacy__shuffle="off", **changes)
+    (runs / f"{name}.toml").write_text(toml(raw))
+    run("train", "--config", runs / f"{name}.toml", "--output", runs / name, "--json")
+    assert "not about" not in (runs / name / "privacy_card.txt").read_text()
+    run("verify", runs / name / "privacy_card.json", runs / name / "model")
+
+
 def test_evaluate_repeats_the_runs_score(runs: Path) -> None:
     for layout in ("csv", "e2e"):
         summary = json.loads((runs / layout / "summary.json").read_text())

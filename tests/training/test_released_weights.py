@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_whatever_was_saved_right_after_the_release_is_known(shuffle: str, tmp_p
         compare_weights(card, saved)
 
 
+@pytest.mark.filterwarnings("ignore:the weights about to be saved")
 def test_weights_that_were_trained_on_are_refused_however_they_were_saved(tmp_path: Path) -> None:
     model, card = released_mlp()
     train_on(model)
@@ -98,6 +100,7 @@ def test_frozen_tensors_may_be_left_out_and_may_not_be_changed() -> None:
         compare_weights(card, changed)
 
 
+@pytest.mark.filterwarnings("ignore:the weights about to be saved")
 def test_folders_of_transformers_and_peft_are_known(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
@@ -148,6 +151,18 @@ def test_saving_other_weights_than_the_released_ones_is_warned_of(tmp_path: Path
     ):
         with pytest.warns(UserWarning, match="others than release"):
             save()
+    assert "weights that the model has now: they are others" in str(private.card())
     private.close()
-    model.save_pretrained(tmp_path / "closed")
-    assert not model._state_dict_pre_hooks
+    with pytest.warns(UserWarning, match="others than release"):
+        model.save_pretrained(tmp_path / "closed")
+
+
+def test_the_watch_is_plain_to_others_and_ends_with_the_next_run(tmp_path: Path) -> None:
+    model, _ = released_mlp()
+    train_on(model)
+    torch.save(model, tmp_path / "pickled")
+    assert b"shuffled_dpsgd" not in (tmp_path / "pickled").read_bytes()
+    with warnings.catch_warnings(action="error"):
+        torch.load(tmp_path / "pickled", weights_only=False).state_dict()
+        private, _ = trained(nn.Sequential(model))
+        private.model.state_dict()

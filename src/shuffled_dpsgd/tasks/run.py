@@ -230,11 +230,13 @@ def _save(run: PreparedRun) -> None:
     private.check_released()
     if run.average is not None:
         run.average.change_places(model)
+        private.note_released()
     if private.is_sharded:
         fill_whole(private.world, run.whole, model)
     if private.world.leads:
         adapter = _fits_public_model(run)
         save_weights(run.task, run.whole or model, run.directory / "model", adapter=adapter)
+        private.note_released()  # Low-rank factors may have been merged.
 
 
 def _fits_public_model(run: PreparedRun) -> bool:

@@ -37,7 +37,7 @@ NUMBER_SETTLED = "so many steps and no more were settled on before the first"
 
 
 class SpentSoFar(PrivacyClaim):
-    """The ε of the steps taken, which shows that it is no claim of a run that could have gone on."""
+    """The ε of the steps taken: no claim of a run that could have gone on, and printed so."""
 
     def __format__(self, spec: str) -> str:
         kind = f"({self.kind})"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
@@ -61,7 +60,7 @@ from shuffled_dpsgd.training.metrics import (
 )
 from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
+from shuffled_dpsgd.training.released_weights import describe_weights, watch_saves
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
@@ -83,6 +82,7 @@ SEEDED_TWICE = (
     "steps were released more than once with different sums: a seeded run draws the same batch "
     "again, and the accountant prices independent draws only"
 )
+CHANGED = "the weights that the model has now: they are others than release() left"
 NO_LEDGER = (
     "a seeded run was resumed without its ledger on disk, so nobody knows which noise was used "
     "before on other sums"
@@ -133,7 +133,7 @@ class PrivateTraining:
         self.steps_taken = 0
         self.released = False
         self._released_as: dict[str, list[str]] | None = None
-        self._save_watch: RemovableHandle | None = None
+        watch_saves(model, None)
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms: torch.Tensor = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -524,16 +524,15 @@ class PrivateTraining:
 
     def note_released(self) -> None:
         """Record digests of the released weights, for the card and for whoever saves others."""
-        if self._save_watch is not None:
-            self._save_watch.remove()
-        self._released_as = describe_weights(self.model) if self.released else None
-        if self._released_as is not None and not self.is_sharded:
-            watch = SaveWatch(frozenset(self._released_as["trained"]))
-            self._save_watch = self.model.register_state_dict_pre_hook(watch)
+        self._released_as = known = describe_weights(self.model) if self.released else None
+        watch_saves(self.model, None if known is None or self.is_sharded else known["trained"])
+
+    def _was_changed(self) -> bool:
+        return self._released_as not in (None, describe_weights(self.model))
 
     def check_released(self) -> None:
         """Refuse weights that were changed after `release()`."""
-        if self._released_as not in (None, describe_weights(self.model)):
+        if self._was_changed():
             raise InvalidArgumentError(
                 "model",
                 expected="the weights as release() left them, which the privacy card is about",
@@ -559,8 +558,9 @@ class PrivateTraining:
         # A rank of a sharded run has its own rows only, so it has no digest of the whole.
         known = {} if self.is_sharded else self._released_as or {}
         card = replace(card, weights=known)
-        unit = describe_unit(self.plan, self.unit, self.rows, self.units)
-        return self.history.added_to(card).about(unit=unit)
+        subject = {"unit": describe_unit(self.plan, self.unit, self.rows, self.units)}
+        subject |= {"not about": CHANGED} if self._was_changed() else {}
+        return self.history.added_to(card).about(**subject)
 
     @property
     def epsilon(self) -> PrivacyClaim:
@@ -586,15 +586,13 @@ class PrivateTraining:
         return (*reasons, *([NO_LEDGER] if self.resumed_without_ledger else ()))
 
     def close(self, *, because: str = "private.close() was called") -> None:
-        """Remove all hooks from the model and the optimizer."""
+        """Remove all hooks, but for the one that warns who saves others than released weights."""
         if not self.closed:
             self.history.note_end()
         self._closed_because = because
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
-        if self._save_watch is not None:
-            self._save_watch.remove()
         if self._sharding is not None:
             self._sharding.detach()
 

@@ -44,7 +44,8 @@ def describe_weights(model: nn.Module) -> dict[str, list[str]]:
 class SaveWatch:
     """Says so when the `state_dict` is taken of a model whose `trained` tensors are others by now.
 
-    Plain data and no more, because a model is copied and pickled with what hangs on it.
+    It stays on the model, and on copies. Pickles, which others load without this library, have
+    something in its place that does nothing when it is called.
     """
 
     trained: frozenset[str]
@@ -53,11 +54,27 @@ class SaveWatch:
         if not self.trained <= _digests(all_held(model.parameters())):
             warnings.warn(
                 "the weights about to be saved are others than release() left, which the privacy "
-                "card is about: whatever used private records since has no claim. private.close() "
-                "ends this watch",
+                "card is about: publish no card with them, unless they were made of released "
+                "weights without the private records. ChangedWeightsWarning can be filtered",
                 ChangedWeightsWarning,
                 stacklevel=4,
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type, (nn.Identity(),)
+
+    def __deepcopy__(self, memo: Any) -> SaveWatch:
+        return self
+
+
+def watch_saves(model: nn.Module, trained: Iterable[str] | None) -> None:
+    """Put a watch on a model in place of any earlier one, or none."""
+    for module in model.modules():
+        hooks = module._state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, SaveWatch)]:
+            del hooks[key]
+    if trained is not None:
+        model.register_state_dict_pre_hook(SaveWatch(frozenset(trained)))
 
 
 def compare_weights(card: Mapping[str, Any], saved: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from shuffled_dpsgd.tasks.recipes import RECIPES, Recipe
-from shuffled_dpsgd_experiments.frontier.cells import CellFile, point_of
+from shuffled_dpsgd_experiments.frontier.cells import point_of
 from shuffled_dpsgd_experiments.frontier.curves import SPLIT
 from shuffled_dpsgd_experiments.frontier.running import cells_of
 from shuffled_dpsgd_experiments.frontier.workloads import (
@@ -63,6 +63,9 @@ NAMED = {
     OURS: "noise by PLD, cosine schedule",
 }
 NOTHING = "No cell has been run yet."
+_FIRST_PROVEN = (
+    "\nThe first row's certified ε (proven) is {}, that of the others what was asked for."
+)
 
 
 def rewritten(page: str, root: Path) -> str:
@@ -126,10 +129,7 @@ def grid_lines(sweep: Sweep, rows: Sequence[SweepRow], *, paired: bool) -> list[
     if not paired:
         return lines + [line_of([f"proven ε of {name}", *proven]) for name, proven in off.items()]
     if proven := off.get(sweep.methods[0].name):
-        lines.append(
-            f"\nThe first row's certified ε (proven) is {' and '.join(proven)}, that of the others "
-            "what was asked for."
-        )
+        lines.append(_FIRST_PROVEN.format(" and ".join(proven)))
     return lines
 
 
@@ -139,7 +139,7 @@ def floor_lines(sweep: Sweep, epsilons: Sequence[float], *, paired: bool) -> lis
         return []
     workload, split, what = FLOORS[sweep.name]
     scores: dict[float, list[float]] = {}
-    for record in CellFile(sweep.results.parent / "frontier" / f"{workload}.jsonl").read():
+    for record in cells_of(WORKLOADS[workload], sweep.results.parent).read():
         if record["stage"] == "figure":
             scores.setdefault(record["epsilon"], []).append(record["accuracy"][split])
     if not scores:
@@ -206,11 +206,13 @@ def with_interval(score_name: str, found: Sequence[float]) -> str:
 def paired_lines(workload: Workload, root: Path) -> list[str]:
     """Ingredients of DP-SGD on a workload of the frontier, over the seeds that Opacus' has too."""
     scores: dict[str, dict[int, float]] = {each: {} for each in INGREDIENTS}
+    proven: dict[str, float] = {}
     for record in cells_of(workload, root / "results").read():
         point = point_of(record)
         at = point.epsilon == workload.ingredients_at and not point.is_paper
         if at and record["stage"] == "figure":
             scores[point.ingredients][record["seed"]] = record["accuracy"][SPLIT]
+            proven[point.ingredients] = record["certified_epsilon"]
     first = scores[OPACUS]
     lines = [
         f"| what | accuracy, ε = {workload.ingredients_at:g} | to the first |",
@@ -225,7 +227,7 @@ def paired_lines(workload: Workload, root: Path) -> list[str]:
         apart = "" if name == OPACUS else with_interval("accuracy", found)
         cell = f"{100 * mean:.1f} ± {100 * spread:.1f} ({len(values)})"
         lines.append(line_of([NAMED[name], cell, apart]))
-    return lines
+    return [*lines, _FIRST_PROVEN.format(f"{proven[OPACUS]:.3g}")]
 
 
 def recipe_lines(root: Path) -> list[str]:

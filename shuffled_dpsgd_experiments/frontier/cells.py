@@ -98,7 +98,7 @@ def cell_key(
 ) -> Record:
     """What tells a cell from all others; everything it finds follows from this and the code."""
     algorithm = "paper" if point.is_paper else "dp-sgd"
-    settings = settings_digest(workload, material)
+    settings = settings_digest(workload, material.digest)
     ratio, streams = point.batch_clip_ratio, STREAM_VERSION
     values = workload.name, stage, algorithm, point.epsilon, ratio, rate, seed, streams, settings
     return dict(zip(_KEYS, (*values, point.ingredients), strict=True))
@@ -125,17 +125,22 @@ def _scores(task: Task, model: torch.nn.Module) -> Record:
 class CellFile:
     """Cells of one workload. Lines are appended and never edited; a half-written last one is cut.
 
-    Processes may share the file, if each runs cells of its own.
+    Processes may share the file, if each runs cells of its own. All are of the same data, settings
+    and streams, and those of a point in the figure of the same rate.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, workload: Workload) -> None:
+        self.path, self._workload = path, workload
         self._found: dict[str, Record] = {}
         self._size = 0
         self.read()
 
     def read(self) -> list[Record]:
-        """Every record, with what others have added since."""
+        """Every record, with what others have added since.
+
+        Raises:
+            CheckpointError: a line is no cell, or one that may not be averaged with the others.
+        """
         if self.path.is_file() and self.path.stat().st_size != self._size:
             whole = self.path.read_bytes()
             self._size = len(whole)
@@ -147,7 +152,33 @@ class CellFile:
                     raise CheckpointError(
                         f"{self.path}: a line that is no cell ({error}); move the file away"
                     ) from error
+            if self._found:
+                self._refuse_foreign()
         return list(self._found.values())
+
+    def expect(self, material: Material) -> None:
+        """Refuse to add to cells of other data or streams than runs would have now."""
+        for record in self._found.values():
+            self._compare(record, {"data": material.digest, "streams": STREAM_VERSION})
+
+    def _refuse_foreign(self) -> None:
+        rates: dict[Point, float] = {}
+        first = next(iter(self._found.values()))
+        same = {"workload": self._workload.name, "data": first["data"], "streams": first["streams"]}
+        same["settings"] = settings_digest(self._workload, first["data"])
+        for record in self._found.values():
+            self._compare(record, same)
+            if record["stage"] == "figure":
+                rate = rates.setdefault(point_of(record), record["learning_rate"])
+                self._compare(record, {"learning_rate": rate})
+
+    def _compare(self, record: Record, expected: Record) -> None:
+        for key, value in expected.items():
+            if record[key] != value:
+                raise CheckpointError(
+                    f"{self.path}: a cell of {key} {record[key]}, where {value} is expected; cells "
+                    "that differ in it are never averaged: move the file away, or the cell"
+                )
 
     def find(self, key: Record) -> Record | None:
         """The record of a cell, if it was run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, Reproduction, Request
+from shuffled_dpsgd_experiments.frontier.cells import CellFile
 from shuffled_dpsgd_experiments.frontier.curves import (
     SPLIT,
     Curves,
@@ -19,7 +21,7 @@ from shuffled_dpsgd_experiments.frontier.curves import (
     statement,
 )
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
-from shuffled_dpsgd_experiments.frontier.running import cells_of, run
+from shuffled_dpsgd_experiments.frontier.running import cells_of, missing, run
 from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Workload
 
 NAME, TITLE = "frontier", "Accuracy over certified ε: DP-SGD and the paper's algorithm"
@@ -47,9 +49,13 @@ def reproduce(request: Request) -> list[Path]:
     if not request.from_results:
         # Models this small only wait for each other on more threads.
         torch.set_num_threads(1)
-        for workload in workloads:
-            material = workload.load(request.data)
-            if not run(workload, material, cells_of(workload, request.output), say=request.say):
+        files = {each: cells_of(each, request.output) for each in workloads}
+        for workload, cells in files.items():
+            if left := missing(workload, cells.read()):
+                request.say(f"to be run: {left}")
+        for workload, cells in files.items():
+            if not _run(workload, cells, request):
+                request.say("stopped: the same command goes on from here; no finished run is lost")
                 raise KeyboardInterrupt
     curves = read(request)
     if not curves:
@@ -63,6 +69,16 @@ def reproduce(request: Request) -> list[Path]:
     }
     path.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return [path]
+
+
+def _run(workload: Workload, cells: CellFile, request: Request) -> bool:
+    """Run what is missing; False after a signal."""
+    if not missing(workload, cells.read()):
+        return True
+    with warnings.catch_warnings():
+        # That every run spends privacy of its own stands under the figure.
+        warnings.filterwarnings("ignore", message=r"run \d+ of this program on these records")
+        return run(workload, workload.load(request.data), cells, say=request.say)
 
 
 def read(request: Request) -> list[Curves] | None:

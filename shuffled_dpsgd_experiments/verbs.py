@@ -34,7 +34,8 @@ def reproduce(
     scale: Annotated[
         str,
         typer.Option(
-            help="demo: minutes on two cores. paper: a GPU, the checkpoints and the data.",
+            help="demo: minutes on two cores; of table4 and table5 nothing runs, committed runs "
+            "are shown. paper: a GPU, the checkpoints and the data.",
             metavar="demo|paper",
         ),
     ] = "demo",

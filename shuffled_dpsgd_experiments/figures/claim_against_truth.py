@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -31,77 +32,58 @@ POINTS = 41
 COLOURS = {"spike": (BLUE, PURPLE), "constant": (GREEN, GREEN)}
 
 Truths: TypeAlias = dict[tuple[str, str], tuple[DeltaEstimate, ...]]
-"""True δ(ε) by pair and direction, along the axis of a `Comparison`."""
+"""True δ(ε) by pair and direction, along the axis of a `Step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Claimed and true δ over ε at one noise multiplier; (ε_s, δ_s) is the step's budget."""
+class Step:
+    """One step under the paper's noise; (ε_s, δ_s) is its budget."""
 
     dimension: int
     batch_clip: float
     noise_multiplier: float
     step_epsilon: float
     step_delta: float
-    epsilons: tuple[float, ...]
-    claimed: tuple[float, ...]
-    truths: Truths
 
-
-def compute(
-    pairs: Sequence[Pair],
-    *,
-    dimension: int,
-    batch_clip: float,
-    noise_multiplier: float,
-    step_epsilon: float,
-    step_delta: float,
-    draws: int,
-    seed: int,
-) -> Comparison:
-    """Curves from ε = 0 to the plain Gaussian's privacy loss, denser around the step's ε."""
-    reach = max(2.0 * step_epsilon, 0.5 / noise_multiplier**2 + 4.0 / noise_multiplier)
-    wide, near = np.linspace(0.0, reach, POINTS), np.linspace(0.0, 2.0 * step_epsilon, POINTS)
-    axis = tuple(float(value) for value in np.union1d(wide, near))
-    truths: Truths = {}
-    for pair in pairs:
-        found = exact_delta(
-            pair, noise_multiplier=noise_multiplier, epsilons=axis, draws=draws, seed=seed
+    @cached_property
+    def epsilons(self) -> list[float]:
+        """From 0 to the plain Gaussian's privacy loss, denser around the step's ε."""
+        reach = max(
+            2 * self.step_epsilon, 0.5 / self.noise_multiplier**2 + 4 / self.noise_multiplier
         )
-        worlds = list(found.items())
-        for world, estimates in worlds[:1] if pair.constant_distance is not None else worlds:
-            truths[pair.name, "P‖Q" if world == "first" else "Q‖P"] = tuple(estimates)
-    return Comparison(
-        dimension=dimension,
-        batch_clip=batch_clip,
-        noise_multiplier=noise_multiplier,
-        step_epsilon=step_epsilon,
-        step_delta=step_delta,
-        epsilons=axis,
-        claimed=tuple(
-            theorem_delta(e, noise_multiplier, dimension=dimension, batch_clip=batch_clip)
-            for e in axis
-        ),
-        truths=truths,
-    )
+        wide, near = (np.linspace(0.0, end, POINTS) for end in (reach, 2 * self.step_epsilon))
+        return [float(value) for value in np.union1d(wide, near)]
+
+    def claimed(self) -> list[float]:
+        """δ by the theorem, at every ε."""
+        d, c, noise = self.dimension, self.batch_clip, self.noise_multiplier
+        return [theorem_delta(e, noise, dimension=d, batch_clip=c) for e in self.epsilons]
+
+    def truths(self, pairs: Sequence[Pair], *, draws: int, seed: int) -> Truths:
+        """The true δ; of a constant pair both directions are equal."""
+        truths: Truths = {}
+        noise = self.noise_multiplier
+        for pair in pairs:
+            found = exact_delta(
+                pair, noise_multiplier=noise, epsilons=self.epsilons, draws=draws, seed=seed
+            )
+            worlds = list(found.items())
+            for world, estimates in worlds[:1] if pair.constant_distance is not None else worlds:
+                truths[pair.name, "P‖Q" if world == "first" else "Q‖P"] = tuple(estimates)
+        return truths
 
 
-def draw(comparison: Comparison) -> Figure:
+def draw(comparison: Step, truths: Truths) -> Figure:
     """Logarithmic δ; confidence as a band; the step's budget as a point."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for (pair, direction), estimates in comparison.truths.items():
-        _draw_truth(axes, comparison.epsilons, pair, direction, estimates)
-    claimed = np.array(comparison.claimed)
-    axes.plot(
-        comparison.epsilons,
-        np.where(claimed > 0.0, claimed, np.nan),
-        "--",
-        color=INK,
-        label="claimed by the theorem (heuristic)",
-    )
+    axes, at = figure.subplots(), comparison.epsilons
+    for (pair, direction), estimates in truths.items():
+        _draw_truth(axes, at, pair, direction, estimates)
+    claimed = np.array(comparison.claimed())
+    label = "claimed by the theorem (heuristic)"
+    axes.plot(at, np.where(claimed > 0.0, claimed, np.nan), "--", color=INK, label=label)
     axes.plot(comparison.step_epsilon, comparison.step_delta, "o", color=INK, markersize=6)
     axes.annotate(
         f"claimed for one step:\nε = {comparison.step_epsilon:.3g}, "
@@ -114,7 +96,7 @@ def draw(comparison: Comparison) -> Figure:
         va="top",
     )
     axes.set(xlabel="ε of one step, before sampling", ylabel="δ", yscale="log", ylim=(1e-9, 2.0))
-    axes.set_xlim(left=0.0, right=comparison.epsilons[-1])
+    axes.set_xlim(left=0.0, right=at[-1])
     axes.set_title(
         f"σ = {comparison.noise_multiplier:.3g}, d = {comparison.dimension:,}, "
         f"c'/c = {comparison.batch_clip:g}"
@@ -125,7 +107,7 @@ def draw(comparison: Comparison) -> Figure:
 
 def _draw_truth(
     axes: Axes,
-    epsilons: tuple[float, ...],
+    epsilons: Sequence[float],
     pair: str,
     direction: str,
     estimates: tuple[DeltaEstimate, ...],
@@ -145,10 +127,10 @@ def main(arguments: Sequence[str]) -> None:
     d, c = VIT.dimension, 1.0
     found = calibrate_paper(epsilon=1.0, **VIT.steps, dimension=d, batch_clip=c).claim.inputs
     step = {name: found[name] for name in ("noise_multiplier", "step_epsilon", "step_delta")}
-    pairs = [spike_pair(d, c), constant_pair(d, c)]
+    comparison = Step(dimension=d, batch_clip=c, **step)
+    truths = comparison.truths([spike_pair(d, c), constant_pair(d, c)], draws=20_000, seed=0)
     with house_style():
-        comparison = compute(pairs, dimension=d, batch_clip=c, **step, draws=20_000, seed=0)
-        save_drawing(draw(comparison), Path(arguments[0]))
+        save_drawing(draw(comparison, truths), Path(arguments[0]))
 
 
 if __name__ == "__main__":

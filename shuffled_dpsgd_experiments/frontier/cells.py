@@ -132,6 +132,8 @@ class CellFile:
     def __init__(self, path: Path, workload: Workload) -> None:
         self.path, self._workload = path, workload
         self._found: dict[str, Record] = {}
+        self._same: Record = {}
+        self._rates: dict[Point, float] = {}
         self._size = 0
         self.read()
 
@@ -147,36 +149,28 @@ class CellFile:
             for line in whole[: whole.rfind(b"\n") + 1].splitlines():
                 try:
                     record = json.loads(line)
+                    self._same = self._same or {
+                        "workload": self._workload.name,
+                        "settings": settings_digest(self._workload, record["data"]),
+                        **{key: record[key] for key in ("data", "streams")},
+                    }
                     self._found.setdefault(_name(record), record)
                 except (ValueError, KeyError, TypeError) as error:
                     raise CheckpointError(
                         f"{self.path}: a line that is no cell ({error}); move the file away"
                     ) from error
-            if self._found:
-                self._refuse_foreign()
+                self.check(record)
         return list(self._found.values())
 
-    def expect(self, material: Material) -> None:
-        """Refuse to add to cells of other data or streams than runs would have now."""
-        for record in self._found.values():
-            self._compare(record, {"data": material.digest, "streams": STREAM_VERSION})
-
-    def _refuse_foreign(self) -> None:
-        rates: dict[Point, float] = {}
-        first = next(iter(self._found.values()))
-        same = {"workload": self._workload.name, "data": first["data"], "streams": first["streams"]}
-        same["settings"] = settings_digest(self._workload, first["data"])
-        for record in self._found.values():
-            self._compare(record, same)
-            if record["stage"] == "figure":
-                rate = rates.setdefault(point_of(record), record["learning_rate"])
-                self._compare(record, {"learning_rate": rate})
-
-    def _compare(self, record: Record, expected: Record) -> None:
-        for key, value in expected.items():
-            if record[key] != value:
+    def check(self, cell: Record) -> None:
+        """Refuse a cell, or the key of one, that may not be averaged with those that are here."""
+        same = dict(self._same)
+        if cell["stage"] == "figure":
+            same["learning_rate"] = self._rates.setdefault(point_of(cell), cell["learning_rate"])
+        for name, value in same.items():
+            if cell.get(name, value) != value:
                 raise CheckpointError(
-                    f"{self.path}: a cell of {key} {record[key]}, where {value} is expected; cells "
+                    f"{self.path}: a cell of {name} {cell[name]}, where {value} is expected; cells "
                     "that differ in it are never averaged: move the file away, or the cell"
                 )
 
@@ -194,6 +188,7 @@ class CellFile:
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self.read()
+            self.check(record)
             if self.find(record) is not None:
                 raise CheckpointError(f"{self.path}: the cell has a record, which is never changed")
             file.seek(0)

@@ -34,13 +34,14 @@ Say = Callable[[str], object]
 
 def run(workload: Workload, material: Material, cells: CellFile, *, say: Say) -> bool:
     """Run every cell without a record; True when all have one, False after a signal."""
-    cells.expect(material)
     gc.collect()
     # What a cell leaves is collected after it; what is there now stays, and is not looked at.
     gc.freeze()
     started, ran = time.monotonic(), 0
     for point, stage, rate, seed, done in _wanted(workload, cells):
-        if cells.find(cell_key(workload, material, point, stage=stage, rate=rate, seed=seed)):
+        key = cell_key(workload, material, point, stage=stage, rate=rate, seed=seed)
+        cells.check(key)
+        if cells.find(key):
             continue
         record = run_cell(workload, material, point, stage=stage, rate=rate, seed=seed)
         gc.collect()

@@ -109,7 +109,7 @@ class Workload:
     claims: tuple[float, ...] = ()
     ratios: tuple[float, ...] = RATIOS
     num_seeds: int
-    num_tuning_seeds: int
+    num_tuning_seeds: int = 1
     scope: Literal["paper", "full"] = "paper"
     floor: str | None = None
     """The workload of a linear model on the same data, which every other model should beat."""
@@ -287,7 +287,9 @@ def _folder(data: Path | None, name: str) -> Path:
 
 
 _DIGITS = dict[str, Any](num_classes=10, num_steps=60, expected_batch_size=144, delta=1e-4)
+_DIGITS |= {"middle_rate": 0.02, "num_seeds": 50, "num_tuning_seeds": 2}
 _SST2 = dict[str, Any](num_classes=2, num_steps=60, expected_batch_size=500, delta=7.4e-6)
+_SST2 |= {"middle_rate": 0.005, "num_seeds": 20}
 WORKLOADS: Mapping[str, Workload] = {
     each.name: each
     for each in (
@@ -295,11 +297,8 @@ WORKLOADS: Mapping[str, Workload] = {
             name="digits",
             title="Digits, an MLP from scratch",
             load=partial(_load_digits, partial(_mlp, 64, 128, 10)),
-            middle_rate=0.02,
             budgets=(0.5, 0.8, 1.0, 1.75, 2.0, 4.0, 8.0, 16.0, 60.0),
             claims=(0.5, 3.0),
-            num_seeds=50,
-            num_tuning_seeds=2,
             floor="digits-linear",
             ingredients_at=1.0,
             **_DIGITS,
@@ -308,21 +307,15 @@ WORKLOADS: Mapping[str, Workload] = {
             name="digits-linear",
             title="Digits, logistic regression",
             load=partial(_load_digits, partial(_linear, 64, 10)),
-            middle_rate=0.02,
             budgets=(0.1, 0.3, 0.5, 1.0, 3.0, 8.0, 60.0),
-            num_seeds=50,
-            num_tuning_seeds=2,
             **_DIGITS,
         ),
         Workload(
             name="sst2-features",
             title="SST-2, an MLP on frozen MiniLM features",
             load=partial(_load_features, partial(_mlp, WIDTH, 64, 2)),
-            middle_rate=0.005,
             budgets=(0.0625, 0.125, 0.25, 0.5, 1.0, 3.0, 16.0),
             claims=(0.5,),
-            num_seeds=20,
-            num_tuning_seeds=1,
             floor="sst2-linear",
             ingredients_at=1.0,
             **_SST2,
@@ -331,10 +324,7 @@ WORKLOADS: Mapping[str, Workload] = {
             name="sst2-linear",
             title="SST-2, logistic regression on frozen MiniLM features",
             load=partial(_load_features, partial(_linear, WIDTH, 2)),
-            middle_rate=0.005,
             budgets=(0.0625, 0.1, 0.5, 1.0, 8.0),
-            num_seeds=20,
-            num_tuning_seeds=1,
             **_SST2,
         ),
         Workload(
@@ -351,7 +341,6 @@ WORKLOADS: Mapping[str, Workload] = {
             ratios=(1.0, 10.0, 100.0),
             scope="full",
             num_seeds=5,
-            num_tuning_seeds=1,
             ingredients_at=1.0,
         ),
         Workload(
@@ -365,7 +354,6 @@ WORKLOADS: Mapping[str, Workload] = {
             middle_rate=0.002,
             budgets=(0.1, 0.5, 1.0, 8.0),
             num_seeds=5,
-            num_tuning_seeds=1,
         ),
     )
 }

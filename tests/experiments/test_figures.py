@@ -206,20 +206,19 @@ def test_the_noise_of_figure_4_is_priced() -> None:
 
 
 def test_the_examination_claims_less_than_the_truth() -> None:
-    comparison = claim_against_truth.compute(
-        [spike_pair(10**6, 1.0), constant_pair(10**6, 1.0)],
+    comparison = claim_against_truth.Step(
         dimension=10**6,
         batch_clip=1.0,
         noise_multiplier=0.31,
         step_epsilon=0.36,
         step_delta=2.5e-7,
-        draws=2000,
-        seed=0,
     )
-    assert [pair for pair, _ in comparison.truths] == ["spike", "spike", "constant"]
-    for estimates in comparison.truths.values():
-        assert estimates[0].low > comparison.claimed[0]
-    assert claim_against_truth.draw(comparison).axes[0].get_yscale() == "log"
+    pairs = [spike_pair(10**6, 1.0), constant_pair(10**6, 1.0)]
+    truths = comparison.truths(pairs, draws=2000, seed=0)
+    assert [pair for pair, _ in truths] == ["spike", "spike", "constant"]
+    for estimates in truths.values():
+        assert estimates[0].low > comparison.claimed()[0]
+    assert claim_against_truth.draw(comparison, truths).axes[0].get_yscale() == "log"
 
 
 def test_an_unknown_reproduction_is_refused() -> None:

@@ -161,8 +161,11 @@ def test_nothing_is_added_to_cells_of_other_data(tmp_path: Path) -> None:
     cells = cells_of(WORKLOAD, tmp_path)
     cells.add(made_up(WORKLOAD, POINT, seed=100))
     material = Material(tuning=Any, scored=Any, digest="other")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="a cell of data made up, where other is expected"):
+    with pytest.raises(CheckpointError, match="a cell of settings"):
         run(WORKLOAD, material, cells, say=print)
+    with pytest.raises(CheckpointError, match="a cell of streams 3"):
+        cells.add(made_up(WORKLOAD, POINT, seed=101) | {"streams": 3})
+    assert len(cells_of(WORKLOAD, tmp_path).read()) == 1
 
 
 def test_features_are_kept_for_the_sentences_that_they_are_of(

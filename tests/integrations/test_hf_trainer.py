@@ -431,6 +431,23 @@ def test_privacy_arguments_parse_from_a_command_line() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["target_epsilon", "max_grad_norm", "noise_multipler"])
+def test_names_of_other_libraries_are_answered(name: str) -> None:
+    right = {"target_epsilon": "epsilon", "max_grad_norm": "clip_norm"}.get(name)
+    with pytest.raises(InvalidArgumentError, match=f"{name} is {right or 'noise_multiplier'}"):
+        PrivacyArguments(delta=1e-5, **{name: 1.0})
+
+
+def test_a_batch_may_have_a_largest_size(tmp_path: Path) -> None:
+    wanted = privacy(expected_batch_size=6, largest_batch=7)
+    trainer = build(tmp_path, privacy=wanted, arguments={"max_steps": 5, "save_strategy": "no"})
+    trainer.train()
+    assert trainer.private.plan.largest_batch == 7
+    sizes = [len(trainer.private.sampler.indices(step)) for step in range(5)]
+    assert max(sizes) <= 7
+    assert trainer.card().certified.kind == "proven"
+
+
 def test_a_bad_budget_is_refused_before_there_is_a_model() -> None:
     with pytest.raises(InvalidArgumentError, match="delta"):
         privacy(delta=0.0)

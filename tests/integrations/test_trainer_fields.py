@@ -69,21 +69,35 @@ def test_no_default_is_refused(tmp_path: Path, kind: Any) -> None:
     assert found.average_tokens_across_devices is False
 
 
+def kind_with(name: str) -> Any:
+    return next(k for k in KINDS if name in {item.name for item in dataclasses.fields(k)})
+
+
+LEFT_ALONE = {n for n, each in decisions().items() if each.word in ("used", "inert")}
+CHOSEN_FROM = {name for name, each in decisions().items() if each.only}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", sorted(name for name, each in decisions().items() if each.word != "inert")
-)
+@pytest.mark.parametrize("name", sorted(decisions().keys() - LEFT_ALONE | CHOSEN_FROM))
 def test_what_the_table_refuses_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    decision = decisions()[name]
-    kind = next(k for k in KINDS if name in {item.name for item in dataclasses.fields(k)})
-    if decision.word == "used" and not decision.only:
-        settled(made(kind, tmp_path))
-        return
-    args = made(kind, tmp_path)
+    args = made(kind_with(name), tmp_path)
     setattr(args, name, OTHERS.get(name, True))
     with pytest.raises(InvalidArgumentError, match=f"^{name}: ") as refused:
         settled(args)
-    assert decision.remedy in str(refused.value)
+    assert decisions()[name].remedy in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_table_leaves_alone_stays_as_it_was_given(tmp_path: Path) -> None:
+    for kind in KINDS:
+        args, given = made(kind, tmp_path), {}
+        for item in dataclasses.fields(kind):
+            if item.name in LEFT_ALONE:
+                given[item.name] = decisions()[item.name].only[-1:] or {"another": "value"}
+                setattr(args, item.name, given[item.name])
+        found = settled(args)
+        assert {name: getattr(found, name) for name in given} == given
+        assert len(given) > 90
 
 
 @pytest.mark.filterwarnings("ignore")

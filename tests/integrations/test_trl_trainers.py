@@ -145,18 +145,21 @@ def test_a_pair_is_clipped_as_one_record(tmp_path: Path, adapters: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "model"),
+    ("kind", "model", "shuffle"),
     [
-        ("chat", llama),
-        ("text", qwen),
-        pytest.param("completion", llama, marks=pytest.mark.slow),
-        pytest.param("chat", qwen, marks=pytest.mark.slow),
+        ("chat", llama, None),
+        ("text", qwen, "off"),
+        pytest.param("completion", llama, "off", marks=pytest.mark.slow),
+        pytest.param("chat", qwen, None, marks=pytest.mark.slow),
     ],
 )
-def test_fine_tuning_spends_what_the_plan_says(tmp_path: Path, kind: str, model: Any) -> None:
-    trainer = sft(tmp_path, kind, model=model())
+def test_fine_tuning_spends_what_the_plan_says(
+    tmp_path: Path, kind: str, model: Any, shuffle: str | None
+) -> None:
+    trainer = sft(tmp_path, kind, model=model(), privacy=privacy(shuffle=shuffle))
     trainer.train()
     card = trainer.card()
+    assert trainer.private.plan.permutes == (shuffle is None), "by default, the adapters' ranks"
     assert trainer.private.ledger.spent == 2
     assert trainer.private.plan.dataset_size == NUM_RECORDS
     assert 0 < card.certified.epsilon <= 8
@@ -169,11 +172,11 @@ def test_fine_tuning_spends_what_the_plan_says(tmp_path: Path, kind: str, model:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"privacy": privacy(shuffle=None)},
         pytest.param({"config": {"precompute_ref_log_probs": True}}, marks=pytest.mark.slow),
         pytest.param({"peft_config": None, "ref_model": "another"}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["default", "precomputed", "another"],
 )
 def test_preferences_are_learned_privately(tmp_path: Path, options: dict[str, Any]) -> None:
     if "ref_model" in options:
@@ -215,6 +218,19 @@ def test_packing_is_refused_unless_the_packed_sequence_is_the_unit(
     assert "one sequence after packing" in str(trainer.card())
 
 
+def test_texts_cut_into_overlapping_blocks_are_the_users_statement(tmp_path: Path) -> None:
+    def blocks(rows: dict[str, Any]) -> dict[str, Any]:
+        words = " ".join(rows["text"]).split()
+        return {"text": [" ".join(words[at : at + 8]) for at in range(0, len(words) - 8, 4)]}
+
+    cut = records("text").map(blocks, batched=True, remove_columns=["text"])
+    given = privacy(unit="block of 8 words")
+    trainer = sft(tmp_path, train_dataset=cut, privacy=given, config={"max_steps": 1})
+    trainer.train()
+    assert trainer.private.plan.dataset_size == len(cut) > NUM_RECORDS
+    assert "one block of 8 words, as stated: one row each" in str(trainer.card())
+
+
 def test_texts_of_one_packed_row_do_not_see_each_other(tmp_path: Path) -> None:
     trainer = sft(
         tmp_path,
@@ -251,6 +267,19 @@ def test_what_mixes_records_is_refused_by_name(
 def test_losses_that_sort_pairs_are_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"loss_type: .* got '{kind}'"):
         dpo(tmp_path, config={"loss_type": [kind]})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"per_sample_loss": lambda outputs, labels: labels}, "per_sample_loss"),
+        ({"config": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor"),
+        ({"config": {"torch_compile": True}}, "torch_compile"),
+    ],
+)
+def test_what_pairs_have_no_use_for_is_refused(tmp_path: Path, options: Any, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name}: expected nothing of the kind"):
+        dpo(tmp_path, **options)
 
 
 def test_trl_trainers_put_together_by_hand_are_refused(tmp_path: Path) -> None:

@@ -134,9 +134,8 @@ def sft(output: Path, kind: str = "text", **options: Any) -> Any:
 
     config = trl.SFTConfig(**settings(output, **options.pop("config", {})))
     usual = {"model": llama(), "peft_config": lora(), "privacy": privacy()}
-    return DPSFTTrainer(
-        args=config, train_dataset=records(kind), processing_class=tokenizer(), **usual | options
-    )
+    usual["train_dataset"] = records(kind)
+    return DPSFTTrainer(args=config, processing_class=tokenizer(), **usual | options)
 
 
 def dpo(output: Path, **options: Any) -> Any:

@@ -73,6 +73,16 @@ def test_known_offenders_are_refused_by_name_with_the_reason() -> None:
             check_optimizer(torch.optim.LBFGS(make_mlp().parameters()), shuffled=shuffled)
 
 
+def test_quantised_state_is_refused_by_what_it_is() -> None:
+    """Tried out on a small tensor, it only said that it knows no alpha."""
+    library = pytest.importorskip("bitsandbytes")
+    parameter = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = library.optim.AdamW([parameter], optim_bits=8)
+    with pytest.raises(InvalidArgumentError, match=r"quantised in blocks.*'AdamW of bitsandbytes'"):
+        check_optimizer(optimizer, shuffled=True)
+    check_optimizer(optimizer, shuffled=False)
+
+
 def test_the_optimizer_must_hold_exactly_the_trainable_parameters() -> None:
     model = make_mlp()
     forgotten = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.options import Budget, help_of
+from shuffled_dpsgd.options.other_names import answers_other_names
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.integrations.hf_trainer import DPTrainer, ShuffledDPTrainer
@@ -37,7 +38,11 @@ class PrivacyArguments(Budget):
             "times gradient_accumulation_steps."
         },
     )
+    largest_batch: int | None = field(default=None, metadata={"help": help_of("largest_batch")})
     noise_seed: int | None = field(default=None, metadata={"help": help_of("seed")})
+
+
+setattr(PrivacyArguments, "__init__", answers_other_names(PrivacyArguments.__init__))  # noqa: B010
 
 
 def __getattr__(name: str) -> Any:

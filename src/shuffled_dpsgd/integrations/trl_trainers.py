@@ -94,15 +94,19 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
         self, model: Any = None, args: Any = None, *, privacy: Any, **options: Any
     ) -> None:
         super().__init__(model=model, args=args, privacy=privacy, **options)
-        refused = {"torch_compile": self.args.torch_compile, "images": self._is_vision_dataset}
-        for name, got in refused.items():
+        refused = {
+            "torch_compile": (self.args.torch_compile, "it has not been tried"),
+            "images": (self._is_vision_dataset, "they have not been tried"),
+            "per_sample_loss": (self._per_sample_loss, "loss_type of DPOConfig chooses the loss"),
+            "label_smoothing_factor": (
+                self.args.label_smoothing_factor,
+                "DPO has no use for it; label_smoothing of DPOConfig is for preferences",
+            ),
+        }
+        for name, (got, remedy) in refused.items():
             if got:
-                raise InvalidArgumentError(
-                    name,
-                    expected="nothing of the kind for preference pairs",
-                    got=got,
-                    remedy="it has not been tried: leave it out",
-                )
+                expected = "nothing of the kind for preference pairs"
+                raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
         keep_adapters_precise(self.model)
 
     def _usual_args(self, model: Any) -> DPOConfig:

@@ -40,6 +40,7 @@ _REASONS: Mapping[str, str] = {
     "adafactor": "it keeps row and column averages, which are not shaped like the parameter",
     "adam_mini": "it shares one second moment among blocks that a shuffle takes apart",
     "8bit": "it quantises its state in blocks that a shuffle takes apart",
+    "bitsandbytes": "its state may be quantised in blocks that a shuffle takes apart",
     "sparseadam": "it takes sparse gradients, and noise is dense",
 }
 _MASTER_WEIGHTS = (
@@ -71,9 +72,10 @@ def check_optimizer(
         )
     if not shuffled or type(optimizer) in _ELEMENTWISE:
         return
+    place = type(optimizer).__module__.partition(".")[0]
     for known, reason in _REASONS.items():
-        if known in name.lower().replace("-", "_"):
-            raise _refusal(name, reason, remedy=_REMEDY)
+        if known == place or known in name.lower().replace("-", "_"):
+            raise _refusal(f"{name} of {place}", reason, remedy=_REMEDY)
     if not _commutes(optimizer):
         reason = "its step does not commute with a permutation of coordinates"
         raise _refusal(name, reason, remedy=_REMEDY)

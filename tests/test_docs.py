@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +26,9 @@ from reports.browser import BROWSER, browse
 from shuffled_dpsgd import integrations, make_private, save_checkpoint, testing
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.clipping import BY_TYPE, ClippingEngine
+from shuffled_dpsgd.tasks.config_files import parse_config
+from shuffled_dpsgd_experiments.sweeps.grid import laid_over
+from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -41,7 +46,15 @@ CODE = [
     pytest.param(p.name, number, marks=[pytest.mark.slow] if p.name in TAKES_LONG else [])
     for p in sorted(DOCS.glob("*.md"))
     if p.name != "from_opacus.md"  # Two programs at once: tests/examples/test_from_opacus.py.
-    for number in range(len(blocks(p.name, "python")))
+    for number, code in enumerate(blocks(p.name, "python"))
+    if "fully_shard(block)" not in code  # On several ranks: tests/distributed/test_sharded.py.
+]
+COMMANDS = [
+    line.partition(" #")[0]
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+    if line.startswith("shuffled-dpsgd ")
 ]
 
 
@@ -129,9 +142,6 @@ def test_code_in_pages_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = blocks(page, "python")[number]
-    compiled = compile(code, f"{page}, block {number}", "exec")
-    if "fully_shard" in code:
-        return  # Needs a launch of several processes: tests/distributed runs what it says.
     for written, meant in ((", ...)", f", {OPTIONS})"), ("epochs=10", "epochs=1")):
         code = code.replace(written, meant)
     code = code.replace("expected_batch_size=1000", "expected_batch_size=50")
@@ -144,6 +154,44 @@ def test_code_in_pages_runs(
             names["private"].close()
         if BY_TYPE.pop(Scale, None) is not None:
             assert "rules={'scale': 'scale'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS}))
+def test_commands_in_pages_are_understood(command: str) -> None:
+    """Verbs, options and their values; nothing is run, and files need not be there."""
+    found: Any = typer.main.get_command(app)
+    words = shlex.split(command)[1:]
+    while hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    assert found.make_context("", words).params
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "task"),
+    [
+        ("data.md", 0, "text-classification"),
+        ("generation.md", 0, "causal-lm"),
+        ("training_cli.md", 1, "sft"),
+    ],
+)
+def test_settings_in_pages_are_settings(page: str, number: int, task: str) -> None:
+    """Those of whole files: index.md and training_cli.md have tests of their own."""
+    given = tomllib.loads(re.sub(r"= none\b", '= "none"', blocks(page, "toml")[number]))
+    for table in [table for table in given.values() if isinstance(table, dict)]:
+        for key in [key for key, value in table.items() if value == "none"]:
+            del table[key]
+    whole = tomllib.loads(blocks("index.md", "toml")[0])
+    merged = {name: {**whole[name], **given.get(name, {})} for name in ("privacy", "training")}
+    kept = {"model": {"name": "gpt2-tiny"}, "data": {"format": "e2e", "path": "d"}}
+    found = parse_config({**kept, "task": task, **given, **merged})
+    assert found.task == task
+
+
+def test_settings_of_a_sweep_in_the_page_are_settings() -> None:
+    raw = tomllib.loads(blocks("sweeps.md", "toml")[0])
+    raw["run"] = laid_over(tomllib.loads(blocks("index.md", "toml")[0]), raw["run"])
+    found = parse_sweep(raw)
+    assert (found.name, len(found.methods)) == ("sst2", len(raw["methods"]))
 
 
 def test_the_page_about_resuming_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +255,12 @@ def pages_of(entry: Any) -> list[str]:
 
 
 def test_no_page_takes_longer_than_ten_minutes() -> None:
-    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    """As they are written, notebooks too; pages made from docstrings are for looking up."""
+    pages = [*DOCS.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *ROOT.glob("*.md")]
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    for path in (ROOT / "examples").rglob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        words[path.name] = len("".join("".join(cell["source"]) + "\n" for cell in cells).split())
     assert max(words.values()) <= TEN_MINUTES, words
 
 
@@ -270,7 +323,8 @@ def test_search_works_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_site_asks_nothing_of_the_outside(site: Path) -> None:
-    reference = "".join((site / name).read_text() for name in ("api.html", "reference.html"))
+    pages = [site / "reference.html", *site.glob("api_*.html")]
+    reference = "".join(page.read_text(encoding="utf-8") for page in pages)
     for line in (ROOT / "tests/golden/public_names.txt").read_text(encoding="utf-8").split():
         module, _, name = line.rpartition(".")
         # A function may have the name of its module, and then stands below that.

@@ -10,6 +10,7 @@ import json
 import os
 import posixpath
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,14 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 NOTEBOOKS = "examples/notebooks"
-# On the page of all names, those that the main page has as well are not listed for links again.
-ALL_NAMES = r"\g<0>\n    options: {skip_local_inventory: true, show_if_no_docstring: true}"
+# On the pages of all names, those that the main page has as well are not listed for links again.
+ALL_NAMES = "::: {}\n    options: {{skip_local_inventory: true, show_if_no_docstring: true{}}}"
+# The names of `training` that stand on another page than the rest of them.
+OF_PLAN = [
+    *("AuditedBound", "GaussianNoise", "Ledger", "NoiseBlock", "PoissonSampler", "PrivacyCard"),
+    *("PrivacyOptions", "PrivacyPlan", "RandomStreams", "ShuffledGaussianMechanism"),
+    *("SpendingCurve", "make_plan", "write_card"),
+]
 
 
 def place_of(path: str) -> str:
@@ -114,6 +121,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)\)", without_folders, parts[number])
         parts[number] = LINK.sub(moved, text)
     text = "".join(parts)
-    if page.file.src_uri == "api.md":
-        text = re.sub(r"^::: .+$", ALL_NAMES, text, flags=re.MULTILINE)
+    if page.file.src_uri.startswith("api_"):
+        text = re.sub(r"^::: (.+)$", partial(_all_names, page), text, flags=re.MULTILINE)
     return text
+
+
+def _all_names(page: Any, found: re.Match[str]) -> str:
+    """The directive for a package, of which `training` is on two pages."""
+    only = ""
+    if found[1] == "shuffled_dpsgd.training":
+        others = f", filters: ['!^_', '!^({'|'.join(OF_PLAN)})$']"
+        only = f", members: {OF_PLAN}" if page.file.src_uri == "api_plan.md" else others
+    return ALL_NAMES.format(found[1], only)

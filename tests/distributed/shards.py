@@ -30,7 +30,7 @@ from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, spread, two_by_two, whole
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
-from shuffled_dpsgd.distributed import World, current_world
+from shuffled_dpsgd.distributed import World, current_world, launched
 from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.unshard import ShardedWeight
 from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
@@ -46,6 +46,7 @@ from shuffled_dpsgd.training import (
     GaussianNoise,
     PrivateTraining,
     load_checkpoint,
+    make_private,
     save_checkpoint,
 )
 from shuffled_dpsgd.training.device_noise import DeviceNoise
@@ -779,3 +780,21 @@ def _counted_noise() -> Iterator[list[int]]:
 
     with mock.patch.object(DeviceNoise, "add_", counted):
         yield drawn
+
+
+def run_page(code: str) -> tuple[int, bool]:
+    """The page's code on sharded models, with what its reader has; steps taken, and an end."""
+    case = CASES["gpt2"](torch.float32)
+    model, evaluated = case.make(), []
+    names: dict[str, Any] = {
+        "torch": torch,
+        "model": model,
+        "data": case.data,
+        "per_sample_loss": case.loss,
+        "evaluate": lambda model: evaluated.append(model(case.data[0]["input_ids"][None]).logits),
+        "launched": launched,
+        "make_private": make_private,
+    }
+    exec(compile(code, "distributed.md", "exec"), names)
+    names["private"].close()
+    return names["private"].steps_taken, bool(evaluated) == (names["private"].world.rank == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,13 @@ def test_shards_that_cannot_be_written_leave_nothing(launcher: Launcher, tmp_pat
         assert "the disk is full: 4,096 bytes are free" in one["full"]
         assert "could not be written (unexpected pos 704 vs 598)" in one["other"]
     assert found[0]["left"] == []
+
+
+def test_the_page_about_several_gpus_runs(launcher: Launcher) -> None:
+    """Its block on sharding, on two ranks, with a tiny model and its records."""
+    page = Path(__file__).parents[2] / "docs" / "distributed.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (code,) = (block for block in blocks if "fully_shard(block)" in block)
+    options = "dataset_size=40, expected_batch_size=8, num_steps=2, epsilon=9.0, delta=1e-3"
+    code = code.replace(", ...)", f", {options})")
+    assert launcher.run(HERE, "run_page", code=code) == [(2, True)] * 2

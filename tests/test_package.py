@@ -1,4 +1,4 @@
-"""The wheel stands on its own: it is built, installed where no clone is, and used there."""
+"""The package stands on its own: it is built, installed where no clone is, and used there."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def run(*words: object, cwd: Path, code: int = 0) -> str:
 
 @pytest.mark.slow
 def test_an_installed_wheel_trains_evaluates_and_audits(tmp_path: Path) -> None:
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+    """The wheel is made from the source distribution, which is installed as well in the end."""
+    run(sys.executable, "-m", "build", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     venv.create(tmp_path / "clean", with_pip=True)
     programs = tmp_path / "clean" / "bin"
     constraints = ROOT / "constraints.txt"
@@ -51,6 +52,11 @@ def test_an_installed_wheel_trains_evaluates_and_audits(tmp_path: Path) -> None:
     assert loss["epsilon"] == card["certified"]["epsilon"]
     for verb in (["reproduce", "all"], ["sweep"]):
         assert "clone the repository" in run(command, *verb, cwd=tmp_path, code=2)
+    again = ("--no-deps", "--force-reinstall", source)
+    run(programs / "pip", "install", "-q", *again, cwd=tmp_path)
+    file, again_version = run(programs / "python", "-c", where, cwd=tmp_path).split()
+    assert (Path(file).is_file(), again_version) == (True, version)
+    assert json.loads(run(command, "evaluate", "run", "--json", cwd=tmp_path))["score"] > 0.2
 
 
 def test_the_oldest_releases_tested_are_those_asked_for() -> None:
@@ -73,4 +79,12 @@ def test_workflows_are_yaml_and_cover_the_pythons_promised() -> None:
     assert matrix["python"] == promised
     assert PROJECT["requires-python"] == f">={promised[0]}"
     assert {each["releases"] for each in matrix["include"]} == {"oldest", "newest"}
+    slow = [step.get("run", "") for step in found["test.yml"]["jobs"]["site-and-package"]["steps"]]
+    for place in ("tests/test_package.py", "tests/test_docs.py", "tests/examples"):
+        assert (ROOT / place).exists()
+        assert any("-m slow" in command and place in command for command in slow)
+    release = found["release.yml"]["jobs"]
+    assert release["test"]["uses"] == "./.github/workflows/test.yml"
+    assert {"test", "build"} <= {*release["publish"]["needs"]}
+    assert "workflow_call" in found["test.yml"][True]  # YAML reads `on` as a truth value.
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["cff-version"] == "1.2.0"

@@ -12,15 +12,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import Shuffle
 from shuffled_dpsgd.tasks.start import chosen_device
@@ -34,7 +34,7 @@ NUM_STEPS = 10_000  # More than are timed; a run refuses steps beyond its plan.
 ROUNDS, FEWEST_ROUNDS = 6, 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TimedModel:
     """One row: a model, and records of the length it is timed with."""
 
@@ -42,7 +42,7 @@ class TimedModel:
     model: str
     dataset_size: int
     length: int
-    physical: int
+    physical_batch_size: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,23 +50,17 @@ class TimedModel:
 
 
 # The paper states no lengths; 128 tokens are the usual cut for both tasks.
-MODELS = tuple(
-    TimedModel(label=label, model=model, dataset_size=size, length=length, physical=physical)
-    for label, model, size, length, physical in (
-        ("ViT, CIFAR", "vit-base", 50_000, 224, 250),
-        ("BERT, QNLI", "bert-base", 108_000, 128, 250),
-        ("GPT-2, E2E", "gpt2", 42_043, 128, 125),
-        ("GPT-2-large, E2E", "gpt2-large", 42_043, 128, 50),
-        ("RoBERTa, QNLI", "roberta-base", 108_000, 128, 250),
-    )
+MODELS = (
+    TimedModel("ViT, CIFAR", "vit-base", 50_000, 224, 250),
+    TimedModel("BERT, QNLI", "bert-base", 108_000, 128, 250),
+    TimedModel("GPT-2, E2E", "gpt2", 42_043, 128, 125),
+    TimedModel("GPT-2-large, E2E", "gpt2-large", 42_043, 128, 50),
+    TimedModel("RoBERTa, QNLI", "roberta-base", 108_000, 128, 250),
 )
-SMALL = tuple(
-    TimedModel(label=f"{label}, small", model=model, dataset_size=size, length=32, physical=100)
-    for label, model, size in (
-        ("ViT", "vit-tiny", 50_000),
-        ("BERT", "bert-tiny", 108_000),
-        ("GPT-2", "gpt2-tiny", 42_043),
-    )
+SMALL = (
+    TimedModel("ViT, small", "vit-tiny", 50_000, 32, 100),
+    TimedModel("BERT, small", "bert-tiny", 108_000, 32, 100),
+    TimedModel("GPT-2, small", "gpt2-tiny", 42_043, 32, 100),
 )
 
 
@@ -74,10 +68,10 @@ def batch_of(row: TimedModel, model: nn.Module, device: torch.device) -> dict[st
     """One physical batch of random records."""
     generator = torch.Generator().manual_seed(0)
     if row.model.startswith("vit"):
-        shape = (row.physical, 3, row.length, row.length)
+        shape = (row.physical_batch_size, 3, row.length, row.length)
         return {"pixel_values": torch.randn(shape, generator=generator).to(device)}
     vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
-    ids = torch.randint(4, vocabulary, (row.physical, row.length), generator=generator)
+    ids = torch.randint(4, vocabulary, (row.physical_batch_size, row.length), generator=generator)
     return {"input_ids": ids.to(device)}
 
 
@@ -85,11 +79,8 @@ def losses_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """(B,) losses: of the next tokens, or of class 0."""
     logits = model(**batch).logits
     if logits.dim() == 2:
-        labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        return F.cross_entropy(logits, labels, reduction="none")
-    labels = batch["input_ids"][:, 1:]
-    found = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
-    return found.view(len(labels), -1).mean(1)
+        return classification_losses(logits, logits.new_zeros(len(logits), dtype=torch.long))
+    return next_token_losses(logits, batch["input_ids"])
 
 
 def step_of(row: TimedModel, device: torch.device, shuffle: Shuffle) -> Callable[[], None]:
@@ -106,14 +97,14 @@ def step_of(row: TimedModel, device: torch.device, shuffle: Shuffle) -> Callable
         delta=1e-6,
         shuffle=shuffle,
         sampling="unaccounted",
-        physical_batch_size=row.physical,
+        physical_batch_size=row.physical_batch_size,
         seed=0,
     )
     batch = batch_of(row, model, device)
 
     def step() -> None:
         with private:
-            for _ in range(BATCH_SIZE // row.physical):
+            for _ in range(BATCH_SIZE // row.physical_batch_size):
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     losses = losses_of(model, batch)
                 private.backward(losses)
@@ -145,11 +136,7 @@ def time_model(row: TimedModel, device: torch.device, *, rounds: int) -> dict[st
     without, shuffled = (statistics.median(times[s]) for s in shuffles)
     ratios = [b / a for a, b in zip(times["off"], times["every-step"], strict=True)]
     return {
-        "label": row.label,
-        "model": row.model,
-        "dataset_size": row.dataset_size,
-        "length": row.length,
-        "physical_batch_size": row.physical,
+        **asdict(row),
         "steps_per_epoch": row.steps_per_epoch,
         "step_seconds": times,
         "unshuffled_epoch_seconds": without * row.steps_per_epoch,

@@ -13,7 +13,9 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.exhibits import Request
 from shuffled_dpsgd_experiments.tables import table8
 
-TINY = table8.TimedModel(label="tiny", model="bert-tiny", dataset_size=10, length=6, physical=2)
+TINY = table8.TimedModel(
+    label="tiny", model="bert-tiny", dataset_size=10, length=6, physical_batch_size=2
+)
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_the_models_are_those_of_the_table() -> None:
     from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS
 
     assert {row.label for row in table8.MODELS} == set(EPOCH_SECONDS)
-    assert all(table8.BATCH_SIZE % row.physical == 0 for row in table8.MODELS)
+    assert all(table8.BATCH_SIZE % row.physical_batch_size == 0 for row in table8.MODELS)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,11 @@ class Needs:
 def needs_of(now: Prospect, *, epsilon: float | None, delta: float) -> Needs:
     """The records, the parameters or the ε that would make a plan promising."""
     factor = max(1.0, PROMISING_FROM / now.over_run) if now.over_run else math.inf
-    enough = None if epsilon is None else _epsilon_needed(now, epsilon, delta)
+    enough, then = epsilon, now
+    while enough is not None and then.over_run < PROMISING_FROM:
+        enough = 2.0 * enough if 2.0 * enough <= _MOST_EPSILON else None
+        if enough is not None:
+            then = _changed(now, enough, delta)
     return Needs(
         dataset_size=math.ceil(now.dataset_size * factor),
         dimension=max(1, math.floor(now.dimension / factor**2)),
@@ -184,23 +188,10 @@ def needs_of(now: Prospect, *, epsilon: float | None, delta: float) -> Needs:
     )
 
 
-def _epsilon_needed(now: Prospect, epsilon: float, delta: float) -> float | None:
-    while epsilon <= _MOST_EPSILON:
-        if now.over_run >= PROMISING_FROM:
-            return epsilon
-        epsilon *= 2.0
-        now = _changed(now, epsilon, delta)
-    return None
-
-
 def _changed(now: Prospect, epsilon: float, delta: float, **changes: int) -> Prospect:
-    settings = {
-        "dataset_size": now.dataset_size,
-        "expected_batch_size": now.expected_batch_size,
-        "num_steps": now.num_steps,
-        "dimension": now.dimension,
-    }
-    return calibrated_prospect(epsilon=epsilon, delta=delta, **(settings | changes))
+    names = ("dataset_size", "expected_batch_size", "num_steps", "dimension")
+    settings = {name: getattr(now, name) for name in names} | changes
+    return calibrated_prospect(epsilon=epsilon, delta=delta, **settings)
 
 
 def suggested_learning_rate(

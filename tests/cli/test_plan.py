@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli.main import app
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
 
 
 def test_json_has_memory_time_and_communication() -> None:
@@ -49,6 +53,10 @@ def test_eight_billion_weights_in_four_bits_fit_in_24_gib() -> None:
     assert found["largest_physical_batch"] == 4
     terms = sum(value for name, value in memory.items() if name != "peak_gib")
     assert memory["peak_gib"] == terms <= 0.8 * 24
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    *parts, peak = [f"{value:.1f}" for value in memory.values()]
+    told = page.partition("texts at once take")[2].partition(". ")[0]
+    assert re.findall(r"\d+\.\d", told) == [peak, *parts]
     shown = CliRunner().invoke(app, [*asked, "--bits", "4"]).stdout
     assert f"{memory['peak_gib']:.2f}" in shown
     assert "not measured" in shown

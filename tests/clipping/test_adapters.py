@@ -210,7 +210,6 @@ def test_adapters_on_a_quantised_model_are_exact(
         assert parameter.grad is None or not parameter.grad.any(), name
 
 
-@pytest.mark.slow
 def test_adapters_on_a_model_that_torchao_quantised_train_privately() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     base = llama(hidden_size=64).requires_grad_(False)

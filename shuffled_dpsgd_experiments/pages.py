@@ -286,11 +286,11 @@ def _effort(name: str, found: Sequence[int]) -> str:
 
 def scores_of(recipe: Recipe, root: Path) -> dict[float, list[float]]:
     """Held-out accuracies by the ε asked for, of the committed runs with a recipe's settings."""
-    path = root / recipe.results
+    path, found = root / recipe.results, dict[float, list[float]]()
     if path.is_file():
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        return {run["target"]: [run["heldout_accuracy"]] for run in runs}
-    found: dict[float, list[float]] = {}
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+            found.setdefault(run["target"], []).append(run["heldout_accuracy"])
+        return found
     for file in sorted(path.glob("main_shuffled-certified_*.json")):
         cell = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(cell["epsilon"], []).append(cell["score"])

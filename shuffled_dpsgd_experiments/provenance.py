@@ -6,7 +6,7 @@ Records from before have no commit; `results/code.json` says with which one each
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ class Provenance:
         self._losses: list[float] = []
 
     def __call__(self, progress: Progress) -> None:
-        if len(self._losses) < FIRST_STEPS and progress.metrics.loss is not None:
-            self._losses.append(round(progress.metrics.loss, 6))
+        if progress.metrics.loss is not None:
+            self._losses.append(progress.metrics.loss)
 
-    def to_json(self) -> dict[str, Any]:
-        """For the run's record."""
+    def to_json(self, losses: Iterable[float | None] = ()) -> dict[str, Any]:
+        """For the run's record; `losses` are those of its steps, where it was no callback."""
+        seen = [*self._losses, *(loss for loss in losses if loss is not None)]
         return {
-            "first_losses": self._losses,
+            "first_losses": [round(loss, 6) for loss in seen[:FIRST_STEPS]],
             "initial_weights": self._weights,
             "data": self._data,
             "commit": commit(),

@@ -22,7 +22,7 @@ from shuffled_dpsgd.tasks import parse_config
 from shuffled_dpsgd.tasks.recipes import RECIPES
 from shuffled_dpsgd.tasks.run import execute, prepare
 from shuffled_dpsgd.training.prospect import prospect_of
-from shuffled_dpsgd_experiments.provenance import Provenance, data_digest
+from shuffled_dpsgd_experiments.provenance import Provenance, code, data_digest
 
 EPSILONS = (0.1, 0.3, 1.0, 3.0, 8.0)
 SEEDS = range(5)
@@ -91,7 +91,7 @@ def _spread(found: Sequence[float]) -> str:
 def main(path: Path, recipe: str = "recipe/digits") -> None:
     """Train all of them, write the results with their origin, print the table."""
     rows = [train_at(epsilon, recipe, seed) for epsilon in EPSILONS for seed in SEEDS]
-    found = {"runs": rows, "environment": environment()}
+    found = {"runs": rows, "environment": environment() | code()}
     path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     print(table_of(rows))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shuffled_dpsgd.reports.style import house_style, on_white, save_figure, to_svg
+from shuffled_dpsgd_experiments.provenance import code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,18 +95,23 @@ def _line(cells: Sequence[str]) -> str:
 def origin_of(raw: dict[str, Any]) -> str:
     """Scale, hardware and day of what a table's numbers were made by."""
     env = raw["environment"]
-    scale = raw.get("scale", "paper")
-    return f"Scale: {scale}. Made on {env['hardware']}, {env['date']}, torch {env['torch']}."
+    made = f"Made on {env['hardware']}, {env['date']}, torch {env['torch']}"
+    return f"Scale: {raw.get('scale', 'paper')}. {made}{_commit(env)}."
+
+
+def _commit(env: dict[str, Any]) -> str:
+    return f", commit {env['commit'][:7]}{env['commit'][40:]}" if "commit" in env else ""
 
 
 def figure_exhibit(
     name: str, title: str, raw: dict[str, Any], rows: Sequence[ExhibitRow], note: str
 ) -> Exhibit:
     """What the paper says of a figure beside its numbers."""
+    env = raw["environment"]
     return Exhibit(
         name=name,
         title=f"Figure {name.removeprefix('fig')}: {title[0].lower()}{title[1:]}",
-        origin=f"Computed on {raw['environment']['date']}; no training is needed.",
+        origin=f"Computed on {env['date']}{_commit(env)}; no training is needed.",
         rows=tuple(rows),
         notes=(note,),
     )
@@ -200,7 +206,9 @@ def in_one_file(
     def run(request: Request) -> list[Path]:
         path = request.output / file_of(request.scale)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(compute(request.scale), indent=1, ensure_ascii=False) + "\n"
+        raw = compute(request.scale)
+        raw["environment"] |= code()
+        text = json.dumps(raw, indent=1, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
         return [path]
 

@@ -1,6 +1,6 @@
 """What ties a record to what made it: commit, streams, digests of weights and data, first losses.
 
-Records from before have no commit; `results/code.json` says with which one each was committed.
+Records that have no commit are listed in `results/code.json`, with the one that committed them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ class Provenance:
             "first_losses": [round(loss, 6) for loss in seen[:FIRST_STEPS]],
             "initial_weights": self._weights,
             "data": self._data,
-            "commit": commit(),
-            "streams": STREAM_VERSION,
+            **code(),
         }
+
+
+def code() -> dict[str, Any]:
+    """What runs now: the commit, and the version of its streams of random numbers."""
+    return {"commit": commit(), "streams": STREAM_VERSION}
 
 
 def weights_digest(model: nn.Module) -> str:

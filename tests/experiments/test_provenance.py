@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
 
 from shuffled_dpsgd.core.streams import STREAM_VERSION
+from shuffled_dpsgd_experiments.exhibits import Request, in_one_file
 from shuffled_dpsgd_experiments.provenance import FIRST_STEPS, Provenance, weights_digest
 from shuffled_dpsgd_experiments.sweeps import load_sweep
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
@@ -43,6 +46,25 @@ def test_records_without_a_commit_are_marked_as_of_which_code() -> None:
         else:
             assert record.keys() >= TIED, path
             assert not record["commit"].endswith("changed"), path
+
+
+def test_results_that_are_no_cells_are_marked_as_well() -> None:
+    marked = json.loads((ROOT / "results" / "code.json").read_text(encoding="utf-8"))["files"]
+    known = {name for names in marked.values() for name in names}
+    for path in sorted((ROOT / "results").glob("*.json")):
+        text = path.read_text(encoding="utf-8")
+        commits = set(re.findall(r'"([0-9a-f]{40}(?:-changed)?)"', text))
+        assert not any(each.endswith("changed") for each in commits), path
+        assert commits or path.name in {*known, "code.json", "checks.json"}, path
+
+
+def test_what_is_written_names_its_commit(tmp_path: Path) -> None:
+    (path,) = in_one_file("made", "Made", lambda scale: {"environment": {}}, Mock()).run(
+        Request(output=tmp_path)
+    )
+    env = json.loads(path.read_text(encoding="utf-8"))["environment"]
+    assert re.fullmatch(r"[0-9a-f]{40}(-changed)?", env["commit"])
+    assert env["streams"] == STREAM_VERSION
 
 
 def test_a_committed_cell_of_a_sweep_comes_out_again() -> None:

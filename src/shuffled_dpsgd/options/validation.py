@@ -38,10 +38,8 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
     """Every option that is a choice has one of the values listed for it."""
     for name, allowed in choices.items():
         value = getattr(options, name)
-        may_be_open = name in OPEN or name == "method"
-        _demand(
-            value in allowed or (value is None and may_be_open), name, f"one of {allowed}", value
-        )
+        open_too = value is None and (name in OPEN or name == "method")
+        _demand(value in allowed or open_too, name, f"one of {allowed}", value)
 
 
 def check_budget(budget: Budget) -> None:
@@ -52,7 +50,7 @@ def check_budget(budget: Budget) -> None:
             continue
         _demand(isinstance(value, Real) and not isinstance(value, bool), name, "a number", value)
         _demand(least <= value <= most, name, expected, value)
-    epsilon, noise = budget.epsilon, budget.noise_multiplier
+    epsilon, noise, clip_norm = budget.epsilon, budget.noise_multiplier, budget.clip_norm
     _demand(
         (epsilon is None) != (noise is None),
         "epsilon",
@@ -68,67 +66,62 @@ def check_budget(budget: Budget) -> None:
         "under so much noise nothing is learned, and no accountant is exact; leave the records "
         "out instead",
     )
-    if isinstance(budget.unit, str):
-        expected = "a name for what one row is, such as patient"
-        _demand(budget.unit.strip(), "unit", expected, budget.unit)
-    else:
-        ids = "a name for what one row is, unless records_per_unit goes with it"
-        _demand(budget.records_per_unit is not None, "unit", ids, type(budget.unit).__name__)
-    if budget.records_per_unit is not None:
-        _check_positive_integer("records_per_unit", budget.records_per_unit)
-        _demand(
-            budget.budget is None,
-            "budget",
-            "nothing with records_per_unit: the file counts runs on rows, not on units",
-            budget.budget,
-        )
-        if budget.unit == "row" or budget.method == "opacus":
-            raise _clash(
-                "records_per_unit",
-                "unit='row'" if budget.unit == "row" else "method='opacus'",
-                "unit= the column or the list that says whose a record is, and our own engine",
-            )
     _demand(
-        math.isfinite(budget.clip_norm) or noise == 0.0,
+        math.isfinite(clip_norm) or noise == 0.0,
         "clip_norm",
         "a finite number, unless noise_multiplier=0",
-        budget.clip_norm,
+        clip_norm,
         "noise is scaled by clip_norm",
     )
+    _check_unit(budget)
     _check_banded(budget)
-    if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
-        raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
-    if budget.clip_quantile is not None:
-        _demand(math.isfinite(budget.clip_norm), "clip_norm", "a clip to start from", math.inf)
-        # Noise that comes back in a later step would come back at another clip.
-        for name, wanted in (("noise_frame", "shuffled"), ("noise", "independent")):
-            if getattr(budget, name) != wanted:
-                raise _clash("clip_quantile", f"{name}={getattr(budget, name)!r}", wanted)
-        if budget.accounting == "paper":
-            raise _clash("clip_quantile", "accounting='paper'", "certified or rdp")
     _check_paper(budget)
+    follows = budget.clip_quantile is not None
+    finite = not follows or math.isfinite(clip_norm)
+    _demand(finite, "clip_norm", "a clip to start from", clip_norm)
+    wanted = {"noise_frame": "shuffled", "noise": "independent", "accounting": "certified or rdp"}
+    for name, expected in wanted.items():
+        # Noise that comes back in a later step would come back at another clip.
+        if follows and getattr(budget, name) not in expected.split(" or "):
+            raise _clash("clip_quantile", budget, name, expected)
+    if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
+        raise _clash("noise_frame='unshuffled'", budget, "shuffle", "every-step")
+
+
+def _check_unit(budget: Budget) -> None:
+    """A unit has a name; where units are drawn, the name or a list says whose each record is."""
+    unit, drawn = budget.unit, budget.records_per_unit
+    expected = "a name for what one row is, such as patient"
+    if isinstance(unit, str):
+        _demand(unit.strip(), "unit", expected, unit)
+    else:
+        ids = f"{expected}, unless records_per_unit goes with it"
+        _demand(drawn is not None, "unit", ids, type(unit).__name__)
+    if drawn is None:
+        return
+    _check_positive_integer("records_per_unit", drawn)
+    alone = "nothing with records_per_unit: the file counts runs on rows, not on units"
+    _demand(budget.budget is None, "budget", alone, budget.budget)
+    wanted = "unit= the column or the list that says whose a record is, and our own engine"
+    if unit == "row" or budget.method == "opacus":
+        name = "unit" if unit == "row" else "method"
+        raise _clash("records_per_unit", budget, name, wanted)
 
 
 def _check_banded(budget: Budget) -> None:
     """Banded noise is certified, in no file of runs, and has blocks of two steps at least."""
+    bands = budget.bands
     if budget.noise != "banded":
-        _demand(budget.bands is None, "bands", "nothing without noise='banded'", budget.bands)
+        _demand(bands is None, "bands", "nothing without noise='banded'", bands)
         return
-    if budget.bands is not None:
-        _demand(
-            isinstance(budget.bands, int) and budget.bands >= 2, "bands", "2 or more", budget.bands
-        )
+    fine = bands is None or (isinstance(bands, int) and bands >= 2)
+    _demand(fine, "bands", "2 or more", bands)
     if budget.accounting != "certified" or budget.budget is not None:
-        raise _clash(
-            "noise='banded'",
-            f"accounting={budget.accounting!r}, budget={budget.budget!r}",
-            "accounting='certified' without a budget file, which counts independent steps",
-        )
+        wanted = "accounting='certified' without a budget file, which counts independent steps"
+        raise _clash("noise='banded'", budget, "accounting budget", wanted)
+    known = budget.epsilon is not None or bands is not None
     _demand(
-        budget.epsilon is not None or budget.bands is not None,
-        "bands",
-        "a number of steps with noise_multiplier; with epsilon it is chosen",
-        None,
+        known, "bands", "a number of steps with noise_multiplier; with epsilon it is chosen", None
     )
 
 
@@ -143,7 +136,7 @@ def _check_paper(budget: Budget) -> None:
         "the paper's formula depends on it more than on anything else",
     )
     if by_paper and budget.shuffle == "off":
-        raise _clash("accounting='paper'", "shuffle='off'", "every-step or at-release")
+        raise _clash("accounting='paper'", budget, "shuffle", "every-step or at-release")
     two = by_paper and budget.noise_multiplier is not None
     _demand(
         two == (budget.unshuffled_noise_multiplier is not None),
@@ -168,59 +161,48 @@ def check_schedule(schedule: Schedule) -> None:
 def check_together(options: PrivacyOptions) -> None:
     """What only all the options together can contradict."""
     _check_positive_integer("dataset_size", options.dataset_size)
-    _demand(
-        options.expected_batch_size <= options.dataset_size,
-        "expected_batch_size",
-        f"at most dataset_size = {options.dataset_size}",
-        options.expected_batch_size,
-        "the sampling probability cannot exceed 1",
-    )
-    most = options.largest_batch
-    if most is not None:
-        _demand(
-            options.expected_batch_size <= most < options.dataset_size,
-            "largest_batch",
-            "from expected_batch_size to less than dataset_size",
-            most,
-            "without it batches are as large as they are drawn",
-        )
-        if options.accounting != "certified" or options.budget or options.sampling != "poisson":
-            raise _clash(
-                "largest_batch",
-                f"accounting={options.accounting!r}, budget={options.budget!r}, "
-                f"sampling={options.sampling!r}",
-                "accounting='certified' without a budget file: no other accountant knows of it",
-            )
-    others = (options.sampling, most, options.clip_quantile)
-    if options.noise == "banded" and others != ("poisson", None, None):
-        raise _clash(
-            "noise='banded'",
-            f"sampling={options.sampling!r}, largest_batch={most}, "
-            f"clip_quantile={options.clip_quantile}",
+    size, batch, most = options.dataset_size, options.expected_batch_size, options.largest_batch
+    expected = f"at most dataset_size = {size}"
+    why = "the sampling probability cannot exceed 1"
+    _demand(batch <= size, "expected_batch_size", expected, batch, why)
+    expected = "from expected_batch_size to less than dataset_size"
+    why = "without it batches are as large as they are drawn"
+    _demand(most is None or batch <= most < size, "largest_batch", expected, most, why)
+    poisson, follows = options.sampling == "poisson", options.clip_quantile is not None
+    counted = options.accounting == "certified" and not options.budget and poisson
+    clashes = (
+        (
+            most is not None and not counted,
+            *("largest_batch", "accounting budget sampling"),
+            "accounting='certified' without a budget file: no other accountant knows of it",
+        ),
+        (
+            options.noise == "banded" and (not poisson or follows or most is not None),
+            *("noise='banded'", "sampling largest_batch clip_quantile"),
             "sampling='poisson', with neither: nothing is proven for both",
-        )
-    if options.clip == "none" and options.epsilon is not None:
-        raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
-    if options.sampling == "unaccounted" and options.epsilon is not None:
-        raise _clash("epsilon", "sampling='unaccounted'", "sampling='poisson'")
-    if options.clip_quantile is not None and options.clip != "flat":
-        raise _clash("clip_quantile", f"clip={options.clip!r}", "flat")
-    if options.records_per_unit and (
-        options.sampling != "poisson" or options.loss_reduction != "sum"
-    ):
-        raise _clash(
-            "records_per_unit",
-            f"sampling={options.sampling!r}, loss_reduction={options.loss_reduction!r}",
+        ),
+        (
+            options.clip == "none" and options.epsilon is not None,
+            *("clip='none'", "epsilon", "a clip that bounds each record's contribution"),
+        ),
+        (
+            not poisson and options.epsilon is not None,
+            *("epsilon", "sampling", "sampling='poisson'"),
+        ),
+        (follows and options.clip != "flat", "clip_quantile", "clip", "flat"),
+        (
+            options.records_per_unit and (not poisson or options.loss_reduction != "sum"),
+            *("records_per_unit", "sampling loss_reduction"),
             "sampling='poisson' and one loss for each record",
-        )
-    if options.seed is not None and options.secure:
-        raise _clash("secure=True", "seed", "one of them: a seed lets its holder remove the noise")
-    _demand(
-        options.seed is not None or options.secure is not False,
-        "seed",
-        "a seed with secure=False",
-        None,
+        ),
     )
+    for contradicts, one, others, wanted in clashes:
+        if contradicts:
+            raise _clash(one, options, others, wanted)
+    seeded, secure = options.seed is not None, options.secure
+    why = "a seed lets its holder remove the noise"
+    _demand(not (seeded and secure), "secure", "True or a seed, not both", secure, why)
+    _demand(seeded or secure is not False, "seed", "a seed with secure=False", None)
 
 
 def _check_positive_integer(name: str, value: int) -> None:
@@ -233,5 +215,7 @@ def _demand(holds: object, name: str, expected: str, got: object, remedy: str = 
         raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
-def _clash(one: str, other: str, wanted: str) -> InvalidArgumentError:
-    return InvalidArgumentError(one, expected=wanted, got=other, remedy="the two contradict")
+def _clash(one: str, options: Budget, others: str, wanted: str) -> InvalidArgumentError:
+    """An option that contradicts the `others`, whose names are given with spaces between."""
+    got = ", ".join(f"{name}={getattr(options, name)!r}" for name in others.split())
+    return InvalidArgumentError(one, expected=wanted, got=got, remedy="the two contradict")

@@ -23,13 +23,8 @@ _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 def check_processes(args: Any) -> None:
     """Refuse several devices in one process."""
-    if args.n_gpu > 1:
-        raise InvalidArgumentError(
-            "n_gpu",
-            expected="one device",
-            got=args.n_gpu,
-            remedy="restrict CUDA_VISIBLE_DEVICES to one",
-        )
+    remedy = "restrict CUDA_VISIBLE_DEVICES to one"
+    _demand(args.n_gpu <= 1, "n_gpu", "one device", args.n_gpu, remedy)
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -37,49 +32,39 @@ def check_accelerator(accelerator: Any) -> None:
 
     It says so by environment variables, which no `TrainingArguments` show.
     """
-    kind = str(accelerator.distributed_type.value)
-    if kind not in _SERVED:
-        raise InvalidArgumentError(
-            "distributed_type",
-            expected="processes that have the whole model each (MULTI_GPU or MULTI_CPU)",
-            got=f"{kind}, as accelerate was told",
-            remedy="start it with torchrun, or accelerate launch --multi_gpu and no other plugin",
-        )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise InvalidArgumentError(
-            "mixed_precision",
-            expected="no or bf16",
-            got=f"{accelerator.mixed_precision}, as accelerate was told",
-            remedy="a gradient scaler would rescale what is clipped: launch with "
-            "--mixed_precision bf16",
-        )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        raise InvalidArgumentError(
-            "parallelism_config",
-            expected="nothing",
-            got=accelerator.parallelism_config,
-            remedy="processes divide the batch and nothing else: launch without it",
-        )
+    kind, precision = str(accelerator.distributed_type.value), accelerator.mixed_precision
+    _demand(
+        kind in _SERVED,
+        "distributed_type",
+        "processes that have the whole model each (MULTI_GPU or MULTI_CPU)",
+        f"{kind}, as accelerate was told",
+        "start it with torchrun, or accelerate launch --multi_gpu and no other plugin",
+    )
+    _demand(
+        precision in ("no", "bf16"),
+        "mixed_precision",
+        "no or bf16",
+        f"{precision}, as accelerate was told",
+        "a gradient scaler would rescale what is clipped: launch with --mixed_precision bf16",
+    )
+    plan = getattr(accelerator, "parallelism_config", None)
+    remedy = "processes divide the batch and nothing else: launch without it"
+    _demand(plan is None, "parallelism_config", "nothing", plan, remedy)
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
     """Refuse options of `Trainer(...)` that replace the per-sample loss or the model; streams."""
     if options.get("train_dataset") is not None:
         size_of_data(options["train_dataset"])
-    if options.get("compute_loss_func") is not None:
-        raise InvalidArgumentError(
-            "compute_loss_func",
-            expected="per_sample_loss=function(outputs, labels), one loss per sample",
-            got="a function of the whole batch",
-            remedy="a loss averaged over the batch cannot be clipped per sample",
-        )
-    if options.get("model_init") is not None:
-        raise InvalidArgumentError(
-            "model_init",
-            expected="model=",
-            got="a function",
-            remedy="a model drawn anew for each trial spends privacy anew; pass one model",
-        )
+    _demand(
+        options.get("compute_loss_func") is None,
+        "compute_loss_func",
+        "per_sample_loss=function(outputs, labels), one loss per sample",
+        "a function of the whole batch",
+        "a loss averaged over the batch cannot be clipped per sample",
+    )
+    remedy = "a model drawn anew for each trial spends privacy anew; pass one model"
+    _demand(options.get("model_init") is None, "model_init", "model=", "a function", remedy)
 
 
 def size_of_data(data: Any) -> int:
@@ -88,15 +73,20 @@ def size_of_data(data: Any) -> int:
     Raises:
         InvalidArgumentError: nobody knows, because they come as a stream.
     """
-    if hasattr(data, "__len__"):
-        return len(data)
-    raise InvalidArgumentError(
+    _demand(
+        hasattr(data, "__len__"),
         "train_dataset",
-        expected="a map-style data set (with len() and indexing)",
-        got=type(data).__name__,
-        remedy="Poisson sampling needs random access to every record: load the data without "
+        "a map-style data set (with len() and indexing)",
+        type(data).__name__,
+        "Poisson sampling needs random access to every record: load the data without "
         "streaming=True",
     )
+    return len(data)
+
+
+def _demand(holds: bool, name: str, expected: str, got: Any, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
 # Methods of the Trainer that a private run does not call, with what takes their place.
@@ -126,13 +116,8 @@ def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
             continue
         never = _NOT_CALLED | (behind if place > classes.index(own) else {})
         for name, remedy in never.items():
-            if name in vars(owner):
-                raise InvalidArgumentError(
-                    f"{owner.__name__}.{name}",
-                    expected="a method that private training calls",
-                    got="an override that it never does",
-                    remedy=remedy,
-                )
+            called, got = "a method that private training calls", "an override that it never does"
+            _demand(name not in vars(owner), f"{owner.__name__}.{name}", called, got, remedy)
 
 
 def check_deciders(
@@ -149,24 +134,24 @@ def check_deciders(
     by += ["EarlyStoppingCallback" for each in callbacks if isinstance(each, EarlyStoppingCallback)]
     for name, part in heldout.items() if by else ():
         count = shared_rows(train_data, part)
-        if count:
-            raise InvalidArgumentError(
-                "eval_dataset",
-                expected=f"no row of the training data where {by[0]} decides by a score",
-                got=f"{count} shared row{'s' if count > 1 else ''}{name and f' in {name}'}",
-                remedy=f"evaluate on other records, or do without {by[0]}",
-            )
+        _demand(
+            not count,
+            "eval_dataset",
+            f"no row of the training data where {by[0]} decides by a score",
+            f"{count} shared row{'s' if count > 1 else ''}{name and f' in {name}'}",
+            f"evaluate on other records, or do without {by[0]}",
+        )
 
 
 def check_model(model: Any) -> None:
     """Refuse what the Trainer would save wrongly: a sharded model."""
-    if isinstance(model, nn.Module) and is_wrapped(model):
-        raise InvalidArgumentError(
-            "model",
-            expected="a model that every rank has the whole of",
-            got="one under fully_shard, whose shards the Trainer does not save",
-            remedy="leave fully_shard out, or train it with make_private and a loop of your own",
-        )
+    _demand(
+        not (isinstance(model, nn.Module) and is_wrapped(model)),
+        "model",
+        "a model that every rank has the whole of",
+        "one under fully_shard, whose shards the Trainer does not save",
+        "leave fully_shard out, or train it with make_private and a loop of your own",
+    )
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         warnings.warn(

@@ -22,6 +22,10 @@ from shuffled_dpsgd.runtime.notices import say_once
 
 # Two names for one setting: transformers 5.23 has both, earlier releases the second.
 _CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+_NOT_CHECKPOINTED = {
+    "use_reentrant": "reentrant checkpointing runs backward inside backward",
+    "selective": "it has not been tried with per-sample gradients: leave it out",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +86,9 @@ def _refuse_unknown(args: Any, item: Any, got: Any) -> None:
 def _check_checkpointing(args: Any) -> None:
     for name in _CHECKPOINTING:
         given = getattr(args, name, None) or {}
-        if given.get("use_reentrant"):
-            remedy = "reentrant checkpointing runs backward inside backward"
-            raise _refusal(name, "use_reentrant=False", given, remedy)
-        if given.get("selective"):
-            remedy = "it has not been tried with per-sample gradients: leave it out"
-            raise _refusal(name, "no selective=True", given, remedy)
+        for key, remedy in _NOT_CHECKPOINTED.items():
+            if given.get(key):
+                raise _refusal(name, f"{key}=False", given, remedy)
 
 
 def _default(item: Any) -> Any:

@@ -45,12 +45,6 @@ class SteppedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._inner.load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._inner.add_param_group(param_group)
-
-    def __repr__(self) -> str:
-        return f"SteppedOptimizer({self._inner!r})"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCollator:

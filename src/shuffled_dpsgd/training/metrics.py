@@ -71,10 +71,6 @@ def _refusal(got: str) -> InvalidArgumentError:
     )
 
 
-def _unnoised(value: float | None) -> Unnoised | None:
-    return None if value is None else Unnoised(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockRelease:
     """What one block went through: norm of its sum before and after the batch clip, and noise."""
@@ -148,13 +144,7 @@ class StepMetrics:
         """Plain data; an infinite signal-to-noise (no noise) becomes None."""
         ratio = self.signal_to_noise
         return {
-            "step": self.step,
-            "batch_size": self.batch_size,
-            "loss": self.loss,
-            "mean_norm": self.mean_norm,
-            "median_norm": self.median_norm,
-            "clipped_share": self.clipped_share,
-            "num_nonfinite": self.num_nonfinite,
+            **{name: value for name, value in vars(self).items() if name != "release"},
             "signal_to_noise": ratio if math.isfinite(ratio) else None,
             "batch_clip_factors": {b.name: b.batch_clip_factor for b in self.release.blocks},
         }
@@ -210,7 +200,7 @@ def describe_step(
     return StepMetrics(
         step=step,
         batch_size=norms.numel(),
-        loss=_unnoised(loss),
+        loss=None if loss is None else Unnoised(loss),
         mean_norm=Unnoised(finite.mean()) if known else None,
         median_norm=Unnoised(finite.median()) if known else None,
         clipped_share=Unnoised((finite > clip_norm).double().mean()) if known else None,

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.training import LoopSettings, PrivateTraining, make_private, train
+from shuffled_dpsgd.training import LoopSettings, PrivateTraining, loader_check, make_private, train
 from training import healthy_zoo, planted_mixing
 from training.cases import FixedSampler, vectors
 
@@ -163,16 +163,23 @@ def test_collate_functions_that_mix_are_stopped(name: str, seed: int) -> None:
     stops_before_the_first_release(private, vectors(count=RECORDS), collate=COLLATES[name]())
 
 
+def jittered(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return x + random.SystemRandom().random(), y
+
+
 def test_what_cannot_be_repeated_is_listed_as_not_checked() -> None:
-    hidden = random.SystemRandom()
-
-    def jittered(samples: list[Any]) -> Any:
-        x, y = default_collate(samples)
-        return x + hidden.random(), y
-
     private = start(mlp(), num_steps=1)
     run(private, vectors(count=RECORDS), collate=jittered)
     assert "not checked: that a row of a batch is made of one record" in str(private.card())
+
+
+def test_looks_that_time_has_cut_are_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(loader_check, "_SECONDS", 0.0)
+    for collate, is_cut in ((RandomCrops(), True), (None, False)):
+        private = start(mlp(), num_steps=1)
+        run(private, vectors(count=RECORDS), collate=collate)
+        assert ("under 8 random numbers instead of 48" in str(private.card())) is is_cut
 
 
 class RandomCrops:
@@ -201,9 +208,31 @@ def test_healthy_random_collates_pass(collate: Any) -> None:
     assert "one record" not in "".join(private.card().use_assumptions)
 
 
-def test_the_loader_of_workers_is_tested_too() -> None:
-    private = start(mlp())
-    stops_before_the_first_release(private, vectors(count=RECORDS), collate=centred, num_workers=1)
+class InWorkers(TensorDataset):
+    """Centres what is loaded together, in worker processes alone."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        x, y = self.tensors[0][indices], self.tensors[1][indices]
+        return list(zip(x if get_worker_info() is None else x - x.mean(0), y, strict=True))
+
+
+def centred_in_workers(samples: list[Any]) -> Any:
+    return default_collate(samples) if get_worker_info() is None else centred(samples)
+
+
+def test_what_worker_processes_load_is_tested_in_one() -> None:
+    data = vectors(count=RECORDS)
+    stops_before_the_first_release(start(mlp()), data, collate=centred_in_workers, num_workers=1)
+    stops_before_the_first_release(start(mlp()), InWorkers(*data.tensors), num_workers=1)
+
+
+def test_a_healthy_loader_of_workers_passes_and_its_findings_come_back() -> None:
+    private = start(mlp(), num_steps=2)
+    run(private, vectors(count=RECORDS), num_workers=1)
+    assert "not checked: that a" not in str(private.card()).replace("that the loss", "")
+    private = start(mlp(), num_steps=1)
+    run(private, vectors(count=RECORDS), collate=jittered, num_workers=1)
+    assert "not checked: that a row of a batch is made of one record" in str(private.card())
 
 
 class OneAtATime(TensorDataset):

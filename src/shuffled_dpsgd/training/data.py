@@ -141,7 +141,7 @@ def physical_batches(
         PartLoader(data, collate or default_collate),
         batch_size=None,
         sampler=every_part(),
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         **loading,
     )
     for loaded in loader:
@@ -226,7 +226,8 @@ def _listed(records: Sequence[int]) -> str:
     return f"{shown} and {len(records) - 8} more" if len(records) > 8 else shown
 
 
-def _as_it_is(loaded: Any) -> Any:
+def as_it_is(loaded: Any) -> Any:
+    """Collates nothing."""
     return loaded
 
 

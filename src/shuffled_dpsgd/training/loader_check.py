@@ -8,7 +8,7 @@ bit, over the common width.
 
 Where random numbers are drawn, a record may use up more of them than the one it stands for, and
 shift those of the rows behind it. Then only rows before it are compared. What could not be compared
-at all is in `not_checked`.
+at all is in `not_checked`. Where worker processes load, all of it happens in a worker.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import FIRST_LOOKS, MORE_LOOKS
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.runtime.random_states import (
     RandomStates,
     generators_in,
     randomness_kept,
     seed_all,
 )
-from shuffled_dpsgd.training.data import LOADING, PartLoader
+from shuffled_dpsgd.training.data import LOADING, PartLoader, as_it_is
 from shuffled_dpsgd.training.layout import Part
 from shuffled_dpsgd.training.record_check import check_records_alone
 from shuffled_dpsgd.training.record_digest import same, same_row, shapes
@@ -77,10 +79,16 @@ class _Tried:
 
 
 class LoaderCheck:
-    """Tries out parts of the batches that a run draws, as `turns` say."""
+    """Tries out parts of the batches that a run draws, as `turns` say.
 
-    def __init__(self, loader: PartLoader, *, dataset_size: int, turns: CheckTurns) -> None:
+    With `in_worker` it does so in a process like those that load for the run.
+    """
+
+    def __init__(
+        self, loader: PartLoader, *, dataset_size: int, turns: CheckTurns, in_worker: bool = False
+    ) -> None:
         self.turns = turns
+        self._in_worker = in_worker
         self.collate = loader.collate
         self._loader = loader
         self._size = dataset_size
@@ -90,6 +98,8 @@ class LoaderCheck:
         self._has_shifted: set[str] = set()
         self._repeats = True
         self._why_no_records = ""
+        # Under how many random numbers the first part was compared, where time ran out.
+        self._looks = FIRST_LOOKS
         # Stages and kinds of parts of which no exchange could be compared.
         self._unseen: set[Hashable] = set()
         self._own = generators_in([loader.data, loader.collate], 4)
@@ -108,6 +118,11 @@ class LoaderCheck:
             if not self._repeats:
                 why = "the same records, made twice under the same random numbers, differ"
             found.append(f"not checked: that a row of a batch is made of one record ({why})")
+        if self._looks < FIRST_LOOKS:
+            found.append(
+                "not checked as often as usual: that a row of a batch is made of one record (under "
+                f"{self._looks} random numbers instead of {FIRST_LOOKS}, as loading takes long)"
+            )
         return found
 
     def some_samples(self, part: Part) -> list[Any]:
@@ -128,18 +143,40 @@ class LoaderCheck:
         with LOADING, self.turns.time.spent():
             states = RandomStates.now(self._own)
             try:
-                self._check(part, kind)
+                if self._in_worker:
+                    self._send(part, kind)
+                else:
+                    self.try_out(part, kind)
             finally:
                 states.restore()
         self.turns.note_checked(kind)
 
-    def _check(self, part: Part, kind: Hashable) -> None:
+    def _send(self, part: Part, kind: Hashable) -> None:
+        """Have a worker process try out a part, and take over what it has found."""
+        loader: DataLoader[Any] = DataLoader(
+            _Worker(self), batch_size=None, sampler=[(part, kind)],
+            collate_fn=as_it_is, num_workers=1,
+        )  # fmt: skip
+        for refusal, drawn, found in loader:
+            self._draws.setstate(drawn)
+            vars(self).update(found)
+            if refusal is not None:
+                raise refusal
+
+    def found(self) -> dict[str, Any]:
+        """What is known by now, by the name of the attribute."""
+        kinds = bool, float, int, str, set
+        return {name: value for name, value in vars(self).items() if type(value) in kinds}
+
+    def try_out(self, part: Part, kind: Hashable) -> None:
+        """Try out a part in this process."""
         began = time.perf_counter()
         first, self._is_first = self._is_first, False
-        if not self._why_no_records and self._seconds_of_records < _SECONDS:
-            self._why_no_records = check_records_alone(
+        if self._seconds_of_records < _SECONDS:
+            why = check_records_alone(
                 self._loader.data, part.records, self._draws, self._own, thorough=first
             )
+            self._why_no_records = self._why_no_records or why
             self._seconds_of_records += time.perf_counter() - began
         for stage in self._stages(part):
             self._try_all(stage, part, kind, thorough=first)
@@ -203,6 +240,8 @@ class LoaderCheck:
                 slow = time.perf_counter() - began > _SECONDS
                 wanted = FIRST_LOOKS if thorough and not slow else MORE_LOOKS
             if done >= wanted:
+                if thorough and tried.is_random:
+                    self._looks = min(self._looks, done)
                 break
         # Where every record draws as many numbers as any other, none are shifted.
         if suspects and stage.name not in self._has_shifted:
@@ -266,6 +305,21 @@ class LoaderCheck:
         result = stage.make(mine)
         end = RandomStates.now(self._own).plain()
         return _Made(result=result, draws=end != start, end=end)
+
+
+class _Worker(Dataset[Any]):
+    """Makes a check where it is loaded; returns its refusal, and what has been found and drawn."""
+
+    def __init__(self, check: LoaderCheck) -> None:
+        self._check = check
+
+    def __getitem__(self, turn: tuple[Part, Hashable]) -> Any:
+        refusal = None
+        try:
+            self._check.try_out(*turn)
+        except ShuffledDPError as error:
+            refusal = error
+        return refusal, self._check.turns.draws.getstate(), self._check.found()
 
 
 def _is_same(stage: _Stage, one: Any, two: Any, row: int, size: int) -> bool:

@@ -7,6 +7,7 @@ out; then every new kind of batch, and others at random. The model itself is tri
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class NeighbourTests:
         self._turns = partial(CheckTurns, rate, check_time, run.plan.seed)
         self._loader: LoaderCheck | None = None
         self._loss: LossExchange | None = None
-        self._made_of: tuple[Any, Any] | None = None
+        self._made_of: tuple[Any, Any, bool] | None = None
         self._labels = LabelCheck()
         self._batch: Any = None
 
@@ -57,14 +58,19 @@ class NeighbourTests:
             with_gradients=not self._run.is_sharded,
         )
 
-    def use_loader(self, data: MapStyle, collate: Callable[[list[Any]], Any] | None) -> None:
-        """Test what loads and collates from here on."""
-        if self._made_of is not None and self._made_of[0] is data and self._made_of[1] is collate:
+    def use_loader(
+        self, data: MapStyle, collate: Callable[[list[Any]], Any] | None, *, in_worker: bool
+    ) -> None:
+        """Test what loads and collates from here on, `in_worker` processes or in this one."""
+        made_of = data, collate, in_worker
+        if self._made_of is not None and all(map(operator.is_, self._made_of, made_of)):
             return
-        self._made_of = data, collate
+        self._made_of = made_of
         loader = PartLoader(data, collate or default_collate)
         self._labels = LabelCheck(self._run.rows)
-        self._loader = LoaderCheck(loader, dataset_size=len(data), turns=self._turns())
+        self._loader = LoaderCheck(
+            loader, dataset_size=len(data), turns=self._turns(), in_worker=in_worker
+        )
 
     @property
     def _largest(self) -> int:

@@ -322,16 +322,17 @@ class PrivateTraining:
         check_usable(self._closed_because)
         records, taken = taken_from(data)
         collate = taken.get("collate") if collate is None else collate
+        workers = taken.get("num_workers", 0) if num_workers is None else num_workers
         stream = self._drawn.open(
             records,
             num_steps=num_steps,
             collate=collate,
-            num_workers=taken.get("num_workers", 0) if num_workers is None else num_workers,
+            num_workers=workers,
             pin_memory=taken.get("pin_memory") if pin_memory is None else pin_memory,
             pad_batches=pad_batches,
             background=background,
         )
-        self._neighbours.use_loader(records, collate)
+        self._neighbours.use_loader(records, collate, in_worker=workers > 0)
         return stream
 
     def epochs(self) -> Iterator[int]:

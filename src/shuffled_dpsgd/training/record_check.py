@@ -8,8 +8,10 @@ the same items are loaded under the same random numbers.
 In most data sets item i is made of place i of each list. Then nothing may change once all other
 places are exchanged. Where an item does change, its list may lie in another order. So random halves
 of the list are exchanged: of an item that is made of one place, all halves that change it have that
-place in common. A place of its own is what every item must have. Of data sets that hold no list of
-records (files on a disk, a stream) nobody can tell.
+place in common. A place of its own is what every item must have.
+
+Nobody can tell of what an item takes from elsewhere, such as files or a cache. So all places are
+given one and the same record: items that differ even then are not made of these lists alone.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.utils.data import ConcatDataset, Subset
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.random_states import Own, RandomStates, seed_all
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.record_digest import same
+from shuffled_dpsgd.training.record_digest import leaves, same
 
 _MOST_BYTES = 1 << 30
 _FEWEST, _MOST_PARTS, _DEPTH = 9, 64, 6
@@ -42,6 +44,7 @@ _BESIDES, _MANY, _SECONDS, _MOST_GROUPS = 32, 1024, 2.0, 8
 _FOLLOWED, _HALVES, _STATES = 6, 24, 16
 _FEW_PLACES = 64
 _NO_LIST = "it holds no list of records in which others could be exchanged"
+_ELSEWHERE = "some of it comes from where no records could be exchanged, such as files or a cache"
 _ANEW = "the same item, loaded twice under the same random numbers, differs"
 Places = NDArray[np.int64]
 
@@ -123,7 +126,33 @@ class _Check:
         followed = draws.sample(changed, min(_FOLLOWED, len(changed)))
         repeatable = [item for item in followed if not self._changes(item, self._data)]
         self._follow(repeatable)
-        return "" if len(repeatable) == len(followed) else _ANEW
+        if len(repeatable) < len(followed):
+            return _ANEW
+        return "" if not thorough or self._is_reached(tried[:_BESIDES]) else _ELSEWHERE
+
+    def _is_reached(self, numbers: Sequence[int]) -> bool:
+        """Whether items are alike, but for their number, once one record stands at all places."""
+        new, seed = {}, self._draws.getrandbits(32)
+        for each in self._lists:
+            at = max(int(each.places[numbers[0]]), 0)
+            new[id(each.held)] = _in_order(each.held, np.full(len(each.held), at))
+        alike = self._with(new)
+        first: dict[tuple[bool, ...], tuple[int, list[Any]]] = {}
+        for number in numbers:
+            try:
+                found = leaves(self._loaded(alike, _Item(number=number, seed=seed)))
+            except Exception:  # Entries of several lists need not belong together.
+                return False
+            # Parts of a data set may have lists of their own.
+            lists = tuple(bool(each.places[number] >= 0) for each in self._lists)
+            known, expected = first.setdefault(lists, (number, found))
+            pairs = zip(found, expected, strict=False)
+            if len(found) != len(expected) or not all(
+                same(one, other) or (type(one) is int and (one, other) == (number, known))
+                for one, other in pairs
+            ):
+                return False
+        return True
 
     def _follow(self, items: Sequence[_Item]) -> None:
         """Refuse items that are not made of one place of each list, or of another item's."""
@@ -194,17 +223,17 @@ class _Check:
 
     def _changes(self, item: _Item, neighbour: Any, *, is_needed: bool = False) -> bool:
         """Whether an item differs between two data sets, under the same random numbers."""
-        items = []
         try:
-            for each in (self._data, neighbour):
-                self._states.restore()
-                seed_all(item.seed)
-                items.append(each[item.number])
+            return not same(self._loaded(self._data, item), self._loaded(neighbour, item))
         except Exception:  # Others than those of the batch may be such that cannot be loaded.
             if is_needed:
                 raise
             return False
-        return not same(*items)
+
+    def _loaded(self, data: Any, item: _Item) -> Any:
+        self._states.restore()
+        seed_all(item.seed)
+        return data[item.number]
 
 
 class _Lists:

@@ -79,8 +79,8 @@ def same(one: Any, other: Any) -> bool:
 
 def same_row(one: Any, other: Any, row: int, size: int) -> bool:
     """Whether one of `size` rows is the same in two batches, over the width that both have."""
-    for leaves in zip(_leaves(one), _leaves(other), strict=False):
-        a, b = (_row(leaf, row, size) for leaf in leaves)
+    for pair in zip(leaves(one), leaves(other), strict=False):
+        a, b = (_row(leaf, row, size) for leaf in pair)
         if a is None or b is None or same(a, b):
             continue
         if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim()):
@@ -94,15 +94,16 @@ def same_row(one: Any, other: Any, row: int, size: int) -> bool:
 
 def shapes(batch: Any) -> list[Any]:
     """The shapes of everything in a batch that has one."""
-    return [tuple(leaf.shape) for leaf in _leaves(batch) if hasattr(leaf, "shape")]
+    return [tuple(leaf.shape) for leaf in leaves(batch) if hasattr(leaf, "shape")]
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
+    """What a record or a batch is made of, inside mappings, tuples and lists of arrays."""
     if isinstance(value, Mapping):
-        return [leaf for key in value for leaf in _leaves(value[key])]
+        return [leaf for key in value for leaf in leaves(value[key])]
     has_arrays = isinstance(value, list) and any(isinstance(v, Tensor | np.ndarray) for v in value)
     if isinstance(value, tuple) or has_arrays:
-        return [leaf for part in value for leaf in _leaves(part)]
+        return [leaf for part in value for leaf in leaves(part)]
     return [value]
 
 

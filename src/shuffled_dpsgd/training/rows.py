@@ -3,7 +3,10 @@
 The unit of every claim is one row. Whoever owns k rows has more than k times the ε of one, which
 `core/pld.py` prices by the mixture over how many of them join a step. A held-out row that is
 trained on as well is not held out. Both are found by comparing rows as they are loaded, for a
-limited time; rows whose content is drawn anew at every load (augmentation) compare as different.
+limited time and under the same random numbers.
+
+A field that numbers the rows would hide every copy. So whole numbers and single words that differ
+in all rows are left out, where something larger is left to compare, and that is told.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ import heapq
 import math
 import time
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -25,18 +27,21 @@ from torch import Tensor
 
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.runtime.random_states import randomness_kept, seed_all
+from shuffled_dpsgd.runtime.random_states import RandomStates, generators_in, seed_all
 from shuffled_dpsgd.training.data import MapStyle, PartLoader
 from shuffled_dpsgd.training.record_digest import row_digest
 from shuffled_dpsgd.training.units import Units
 
 DEFAULT_UNIT = "row"
-# Of more rows nothing useful is left, and pricing takes long.
-_MOST_ROWS = 32
+# Of more rows pricing takes long; they are worth less still.
+_MOST_ROWS = 1024
 _RELATIVE_ERROR = 0.01
 _SECONDS = 3.0
 _AT_ONCE = 64
 _IN_SKETCH = 64
+
+
+_Parts = tuple[bytes, dict[Hashable, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class Survey:
 
     `sketch` has the least digests of rows: those of data that share many rows share some of it,
     in whatever order. `extremes` are the least and the largest whole number of every field that has
-    one, each with its row.
+    any, each with its row. `left_out` are fields that number the rows. Rows that differ from load
+    to load cannot be found `again`.
     """
 
     largest: int
@@ -53,50 +59,41 @@ class Survey:
     total: int
     sketch: frozenset[bytes]
     extremes: Mapping[Hashable, tuple[tuple[int, int], tuple[int, int]]]
+    left_out: Sequence[Hashable] = ()
+    again: bool = True
 
     @property
     def looked_at(self) -> str:
         """How much of the data was compared."""
+        if not self.again:
+            return "its rows differ from one load to the next, so content was not compared"
         rows = f"{self.compared:,} of {self.total:,}" if self.compared < self.total else "all"
-        return f"{rows} rows compared"
-
-
-_KNOWN: weakref.WeakKeyDictionary[Any, Survey] = weakref.WeakKeyDictionary()
+        without = ", ".join(repr(key) for key in self.left_out)
+        return f"{rows} rows compared" + (f", without field {without}" if without else "")
 
 
 def survey(data: MapStyle) -> Survey:
-    """Count equal rows, and equal indices of the data sets that `data` is made of.
-
-    A data set object is gone through once; a list, which cannot be remembered, every time.
-    """
-    remembered = isinstance(data, Hashable) and hasattr(data, "__weakref__")
-    known = _KNOWN.get(data) if remembered else None
-    if known is None or known.total != len(data):
-        known = _survey(data)
-        if remembered:
-            _KNOWN[data] = known
-    return known
-
-
-def _survey(data: MapStyle) -> Survey:
-    digests: list[bytes] = []
+    """Count equal rows, and equal indices of the data sets that `data` is made of."""
+    first = [[row_digest(record) for _, record in _records(data, 1)] for _ in range(2)]
+    parts: list[_Parts] = []
     extremes: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
     for row, record in _records(data):
-        digests.append(row_digest(record))
+        parts.append(_parts(record))
         for key, field in fields_of(record):
-            if isinstance(field, Integral) or (isinstance(field, Tensor) and _is_whole(field)):
-                found = int(field), row
-                least, most = extremes.get(key, (found, found))
-                extremes[key] = min(least, found), max(most, found)
-    counts = Counter(digests)
+            for found in _least_and_largest(field):
+                least, most = extremes.get(key, ((found, row), (found, row)))
+                extremes[key] = min(least, (found, row)), max(most, (found, row))
+    left_out = _numbers(parts)
+    rows = [_without(left_out, each) for each in parts]
     places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
-    largest = max(max(counts.values(), default=1), int(max(places, default=1)))
     return Survey(
-        largest=largest,
-        compared=len(digests),
+        largest=max(max(Counter(rows).values(), default=1), int(max(places, default=1))),
+        compared=len(rows),
         total=len(data),
-        sketch=frozenset(heapq.nsmallest(_IN_SKETCH, counts)),
+        sketch=frozenset(heapq.nsmallest(_IN_SKETCH, {*rows})),
         extremes=extremes,
+        left_out=left_out,
+        again=first[0] == first[1],
     )
 
 
@@ -104,8 +101,40 @@ def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
     """How many rows of `heldout` are rows of `training`, as far as they were looked at."""
     if heldout is training:
         return len(training)
-    known = {row_digest(record) for _, record in _records(training)}
-    return sum(row_digest(record) in known for _, record in _records(heldout))
+    parts = [_parts(record) for _, record in _records(training)]
+    left_out = _numbers(parts)
+    known = {_without(left_out, each) for each in parts}
+    return sum(_without(left_out, _parts(record)) in known for _, record in _records(heldout))
+
+
+def _parts(record: Any) -> _Parts:
+    """A digest of a row without its whole numbers and single words, and these by field."""
+    small: dict[Hashable, Any] = {}
+    for key, field in fields_of(record):
+        value = field
+        if isinstance(field, Tensor) and field.dim() == 0 and _is_whole(field):
+            value = field.item()
+        if isinstance(value, Integral) or (isinstance(value, str) and len(value.split()) == 1):
+            small[key] = value
+    if not small:
+        return row_digest(record), small
+    large = [(str(key), field) for key, field in fields_of(record) if key not in small]
+    return row_digest(large) if large else b"", small
+
+
+def _numbers(parts: Sequence[_Parts]) -> list[Hashable]:
+    """Fields that number the rows, unless nothing larger is left without them."""
+    if len(parts) < 2 or not all(digest for digest, _ in parts):
+        return []
+    keys = parts[0][1]
+    return [key for key in keys if len({small.get(key) for _, small in parts}) == len(parts)]
+
+
+def _without(left_out: Sequence[Hashable], parts: _Parts) -> bytes:
+    """A digest of the whole row but for these fields."""
+    digest, small = parts
+    rest = [(str(key), value) for key, value in small.items() if key not in left_out]
+    return row_digest((digest, rest)) if rest else digest
 
 
 def fields_of(record: Any) -> list[tuple[Hashable, Any]]:
@@ -116,23 +145,39 @@ def fields_of(record: Any) -> list[tuple[Hashable, Any]]:
 
 
 def _is_whole(field: Tensor) -> bool:
-    return field.dim() == 0 and not field.is_floating_point()
+    return not (field.is_floating_point() or field.is_complex() or field.dtype == torch.bool)
 
 
-def _records(data: MapStyle) -> Iterator[tuple[int, Any]]:
+def _least_and_largest(field: Any) -> tuple[int, ...]:
+    """Of a whole number, or of a row of them."""
+    if isinstance(field, list) and field and all(type(each) is int for each in field):
+        return min(field), max(field)
+    if isinstance(field, Integral):
+        return (int(field),)
+    if isinstance(field, Tensor) and _is_whole(field):
+        field = field.detach().cpu().numpy()
+    is_row = isinstance(field, np.ndarray) and field.ndim < 2 and field.size > 0
+    return (int(field.min()), int(field.max())) if is_row and field.dtype.kind in "iu" else ()
+
+
+def _records(data: MapStyle, at_most: int | None = None) -> Iterator[tuple[int, Any]]:
     """Rows all over the data, each once, until they are through or time is up."""
     total, until = len(data), time.monotonic() + _SECONDS
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
     loader = PartLoader(data, list)
     at_once = _AT_ONCE if loader.loads_many else 1
-    with randomness_kept():
-        for start in range(0, total, at_once):
+    states = RandomStates.now(generators_in([data], 4))
+    try:
+        for start in range(0, total if at_most is None else at_most, at_once):
             some = [i * stride % total for i in range(start, min(start + at_once, total))]
-            seed_all(0)  # Equal rows are augmented alike.
+            states.restore()  # Equal rows are augmented alike.
+            seed_all(0)
             yield from zip(some, loader.samples(some), strict=True)
             if time.monotonic() > until:
                 return
+    finally:
+        states.restore()
 
 
 def _is_made_of(data: Any) -> bool:
@@ -178,7 +223,8 @@ def describe_unit(
     if survey is None:
         return named
     if survey.largest == 1:
-        return f"{named}; no row was found twice ({survey.looked_at})"
+        found = "no row was found twice" if survey.again else "nobody looked for equal rows"
+        return f"{named}; {found} ({survey.looked_at})"
     return f"{named}; {_repeated(plan, survey)}"
 
 
@@ -197,15 +243,13 @@ def _repeated(plan: PrivacyPlan, survey: Survey) -> str:
     found = f"the most frequent row is there {survey.largest} times ({survey.looked_at})"
     if plan.uncertifiable:
         return found
-    claim = claim_for_rows(plan, survey.largest)
-    worth = f"no useful ε is left beyond {_MOST_ROWS}" if claim is None else claim.describe()
-    return f"{found}; for whoever owns it: {worth}"
+    priced = min(survey.largest, _MOST_ROWS)
+    more = f", and worse: this is for {priced:,}" if priced < survey.largest else ""
+    return f"{found}; for whoever owns it: {claim_for_rows(plan, priced).describe()}{more}"
 
 
-def claim_for_rows(plan: PrivacyPlan, rows: int) -> PrivacyClaim | None:
-    """The proven claim for a unit of so many rows; None for more than can be priced."""
-    if rows > _MOST_ROWS:
-        return None
+def claim_for_rows(plan: PrivacyPlan, rows: int) -> PrivacyClaim:
+    """The proven claim for a unit of so many rows."""
     # Here, because importing a run must not load the accountant.
     from shuffled_dpsgd.core.pld import price
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ def data(bad: int = 7, at: int = 50) -> TensorDataset:
     return TensorDataset(torch.randn(RECORDS, WIDTH, generator=generator), y)
 
 
-def start(**changes: Any) -> Any:
-    model = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+def start(model: nn.Module | None = None, **changes: Any) -> Any:
+    model = model or nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, CLASSES))
     settings: dict[str, Any] = {
         "dataset_size": RECORDS,
         "expected_batch_size": 6,
@@ -68,7 +69,7 @@ def run(private: Any, records: Any, loss: Callable[[nn.Module, Any], Tensor]) ->
 def test_a_label_of_a_later_batch_is_named_before_the_first_release(loss: Any, bad: int) -> None:
     private = start()
     with pytest.raises(
-        InvalidArgumentError, match=f"labels: expected classes from 0 to 2.*{bad}, in row 50"
+        InvalidArgumentError, match=f"labels: expected whole numbers from 0 to 2.*{bad}, in row 50"
     ):
         run(private, data(bad), loss)
     assert private.ledger.spent == 0
@@ -96,7 +97,7 @@ def test_rows_that_were_not_looked_at_are_when_they_come(monkeypatch: Any) -> No
     monkeypatch.setattr(rows, "_SECONDS", -1.0)
     monkeypatch.setattr(rows, "_AT_ONCE", 8)
     private = start()
-    with pytest.raises(InvalidArgumentError, match="batch that comes next"):
+    with pytest.raises(InvalidArgumentError, match="7, in row 50"):
         run(private, data(), cross_entropy)
     assert private.ledger.spent == 2
 
@@ -112,3 +113,79 @@ def test_labels_that_the_loss_ignores_pass_and_so_do_other_whole_numbers() -> No
     private = start()
     run(private, data(1000), squared)
     assert private.ledger.spent == 4
+
+
+class Words(nn.Module):
+    """Says the next word, or the class of each."""
+
+    def __init__(self, words: int = 12) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, 6), nn.Linear(6, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids))
+
+
+def texts(key: str, bad: int, at: int = 50) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(12, (2, RECORDS, 5), generator=generator)
+    ids[1, :, 3] = -100
+    data = [{"ids": one, "labels": other} for one, other in zip(*ids, strict=True)]
+    data[at][key][2] = bad
+    return data
+
+
+def of_each(model: nn.Module, batch: Any) -> Tensor:
+    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"]
+    return F.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels).mean(1)
+
+
+def of_the_next(model: nn.Module, batch: Any) -> Tensor:
+    logits, labels = model(batch["ids"])[:, :-1].transpose(1, 2), batch["labels"][:, 1:]
+    return F.cross_entropy(logits, labels, reduction="none").mean(1)
+
+
+def of_padded(model: nn.Module, batch: Any) -> Tensor:
+    return of_each(model, {**batch, "labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)})
+
+
+@pytest.mark.parametrize("loss", [of_each, of_the_next, of_padded])
+@pytest.mark.parametrize(("key", "named"), [("ids", "words"), ("labels", "labels")])
+@pytest.mark.parametrize("bad", [99, -1])
+def test_a_word_that_the_model_does_not_know_is_named(
+    loss: Any, key: str, named: str, bad: int, monkeypatch: Any
+) -> None:
+    expected = rf"{named}: expected whole numbers from 0 to 11, got '{bad}, in row 50'"
+    for seconds, spent in ((3.0, 0), (-1.0, 2)):
+        if (key, bad, seconds) == ("labels", -1, 3.0):
+            continue  # Lies between the least and the largest label, so its batch has to come.
+        monkeypatch.setattr(rows, "_SECONDS", seconds)
+        private = start(model=Words())
+        with pytest.raises(InvalidArgumentError, match=expected):
+            run(private, texts(key, bad), loss)
+        assert private.ledger.spent == spent
+
+
+def test_labels_like_the_ids_of_the_first_batches_are_not_taken_for_ids(monkeypatch: Any) -> None:
+    for bad, at, is_refused in ((-100, 50, False), (99, 50, True)):
+        data = texts("ids", 1)
+        data = [{"ids": row["ids"], "labels": row["ids"].clone()} for row in data]
+        data[at]["labels"][2] = bad
+        private = start(model=Words())
+        with pytest.raises(InvalidArgumentError, match="row 50") if is_refused else nullcontext():
+            run(private, data, of_the_next)
+        assert private.ledger.spent == (0 if is_refused else 4)
+
+
+def test_a_word_of_the_first_batch_is_named_and_no_hook_stays() -> None:
+    model = Words()
+    private = start(model=model)
+    with pytest.raises(InvalidArgumentError, match=r"words: .* got '99, in row 2'"):
+        run(private, texts("ids", 99, at=2), of_each)
+    assert private.ledger.spent == 0
+    private.close()
+    assert not model.words._forward_pre_hooks
+    private = start(model=model)
+    run(private, texts("ids", 1), of_each)
+    assert private.ledger.spent == 4
+    assert not model.words._forward_pre_hooks

@@ -1,19 +1,22 @@
-"""Classes that a loss has no place for, found before anything is spent.
+"""Classes and ids that a model has no place for, found before they are trained on.
 
-`cross_entropy` refuses such a label when its batch comes, by a bare IndexError and perhaps after
-releases. The number of classes shows in the graph of the first losses; what labels there are shows
-in the rows that were compared before (`rows.py`).
+`cross_entropy` and `nn.Embedding` refuse them by a bare IndexError, or end a GPU's process. What
+they have room for shows in the graph of the first losses and in the first calls of embeddings. From
+then on all rows that the survey has seen (`rows.py`) are looked at, and every batch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.rows import Survey, fields_of
@@ -22,42 +25,104 @@ _NLL = "NllLoss"
 _REMEDY = "count classes from 0, or build the model with more outputs"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """Whole numbers below `count`, and one that is `ignored`."""
+
+    what: str
+    count: int
+    ignored: int | None
+    remedy: str
+
+    def misfits(self, values: Tensor) -> list[int]:
+        """Those of the values that are not among them."""
+        bad = (values < 0) | (values >= self.count)
+        if self.ignored is not None:
+            bad &= values != self.ignored
+        return [int(value) for value in values[bad].unique()[:1]]
+
+    def refusal(self, value: int, where: str) -> InvalidArgumentError:
+        """Names what does not fit, and where it is."""
+        return InvalidArgumentError(
+            self.what,
+            expected=f"whole numbers from 0 to {self.count - 1}",
+            got=f"{value}, in {where}",
+            remedy=self.remedy,
+        )
+
+
 class LabelCheck:
-    """Knows, from the first losses on, which field of a batch has classes, and how many there are.
+    """Knows, from the first batch on, which whole numbers the fields of a batch may have."""
 
-    What the survey has not looked at is looked at batch by batch.
-    """
-
-    def __init__(self, survey: Survey | None = None) -> None:
+    def __init__(self, model: nn.Module, survey: Survey | None = None) -> None:
+        self._model = model
         self._survey = survey
-        self._known: tuple[Hashable, int, int] | None = None
+        self._rooms: dict[Hashable, _Room] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._batch: tuple[Any, Sequence[int]] = ((), ())
 
-    def learn(self, losses: Tensor, batch: Any) -> None:
+    def watch(self, batch: Any, records: Sequence[int]) -> None:
+        """A batch of these records is about to be tried out, before the first release."""
+        self._batch = batch, records
+        # Hooks would have a compiled model compiled anew.
+        if not (self._hooks or hasattr(self._model, "_orig_mod")):
+            self._hooks = [
+                module.register_forward_pre_hook(partial(self._look, name))
+                for name, module in self._model.named_modules()
+                if isinstance(module, nn.Embedding)
+            ]
+
+    def stop(self) -> None:
+        """Learn no more, and leave nothing on the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._batch = [], ((), ())
+
+    def _look(self, name: str, module: Any, args: Any) -> None:
+        """Before an embedding is called."""
+        is_plain = args and not torch.compiler.is_compiling() and type(args[0]) is Tensor
+        if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
+            remedy = "build the model with a larger vocabulary, or resize it, as for added tokens"
+            room = _Room(what=name, count=module.num_embeddings, ignored=None, remedy=remedy)
+            self._learn(room, args[0])
+
+    def learn(self, losses: Tensor) -> None:
         """Find classes in the losses of a batch, before the first release.
 
         Raises:
             InvalidArgumentError: some row has a label that is none of them.
         """
         for classes, targets, ignored in _classifications(losses):
-            for key, field in fields_of(batch):
-                if isinstance(field, Tensor) and torch.equal(field, targets.to(field.device)):
-                    self._known = key, classes, ignored
-        if self._known is not None and self._survey is not None:
-            key, classes, ignored = self._known
-            for label, row in self._survey.extremes.get(key, ()):
-                _refuse_unless_class(label, classes, ignored, f"row {row}")
+            room = _Room(what="labels", count=classes, ignored=ignored, remedy=_REMEDY)
+            self._learn(room, targets)
 
-    def check(self, loaded: Any) -> None:
+    def _learn(self, room: _Room, values: Tensor) -> None:
+        batch, records = self._batch
+        fields = [each for each in fields_of(batch) if _come_from(each[1], values)]
+        for value in room.misfits(values):
+            raise room.refusal(value, _place_of(value, fields or fields_of(batch), records))
+        # Fields may have the same values by chance, as labels and ids where nothing is padded.
+        itself = [each for each in fields if each[1].data_ptr() == values.data_ptr()]
+        others = [each for each in fields if each[0] not in self._rooms]
+        certain = itself or others
+        for key, _ in certain if len(certain) == 1 else ():
+            if key not in self._rooms or room.count < self._rooms[key].count:
+                self._rooms[key] = room
+                for value, row in self._survey.extremes.get(key, ()) if self._survey else ():
+                    if room.misfits(torch.tensor([value])):
+                        raise room.refusal(value, f"row {row}")
+
+    def check(self, loaded: Any, records: Sequence[int]) -> None:
         """Look at a batch that is about to be handed out, on the host.
 
         Raises:
-            InvalidArgumentError: it has a label that is no class.
+            InvalidArgumentError: it has a label or an id that the model has no place for.
         """
-        if self._known is None or (self._survey and self._survey.compared == self._survey.total):
-            return
-        key, classes, ignored = self._known
-        for label in dict(fields_of(loaded))[key].unique().tolist():
-            _refuse_unless_class(label, classes, ignored, "the batch that comes next")
+        fields = dict(fields_of(loaded)) if self._rooms else {}
+        for key in self._rooms.keys() & fields.keys():
+            room, field = self._rooms[key], fields[key]
+            for value in room.misfits(torch.as_tensor(field)):
+                raise room.refusal(value, _place_of(value, [(key, field)], records))
 
 
 @contextmanager
@@ -109,11 +174,26 @@ def _classifications(losses: Tensor) -> Iterator[tuple[int, Tensor, int]]:
             waiting += [behind for behind, _ in node.next_functions]
 
 
-def _refuse_unless_class(label: int, classes: int, ignored: int, where: str) -> None:
-    if not 0 <= label < classes and label != ignored:
-        raise InvalidArgumentError(
-            "labels",
-            expected=f"classes from 0 to {classes - 1}, as many as the loss has logits",
-            got=f"{label}, in {where}",
-            remedy=_REMEDY,
-        )
+def _come_from(field: Tensor, values: Tensor) -> bool:
+    """Whether values are those of a field, or in every row those that follow the first."""
+    if field.numel() == 0 or field.is_floating_point():
+        return False
+    width, rest = field.shape[-1], values.flatten().to(field.device)
+    if torch.equal(rest, field.flatten()):
+        return True
+    if (
+        field.dim() != 2
+        or width < 2
+        or rest.numel() not in (field.numel(), len(field) * (width - 1))
+    ):
+        return False
+    return torch.equal(rest.view(len(field), -1)[:, : width - 1], field[:, 1:])
+
+
+def _place_of(value: int, fields: Sequence[Any], records: Sequence[int]) -> str:
+    """The record of a batch that has a value in one of the fields."""
+    for _, field in fields:
+        if isinstance(field, Tensor) and field.shape[:1] == (len(records),):
+            for row in (field.reshape(len(field), -1) == value).any(1).nonzero()[:1]:
+                return f"row {records[int(row)]}"
+    return "the batch"

@@ -45,8 +45,7 @@ class NeighbourTests:
         self._loader: LoaderCheck | None = None
         self._loss: LossExchange | None = None
         self._made_of: tuple[Any, Any, bool] | None = None
-        self._labels = LabelCheck()
-        self._batch: Any = None
+        self._labels = LabelCheck(run.model)
 
     def use_loss(self, loss: PerSampleLoss) -> None:
         """Test this loss from here on."""
@@ -67,7 +66,8 @@ class NeighbourTests:
             return
         self._made_of = made_of
         loader = PartLoader(data, collate or default_collate)
-        self._labels = LabelCheck(self._run.rows)
+        self._labels.stop()
+        self._labels = LabelCheck(self._run.model, self._run.rows)
         self._loader = LoaderCheck(
             loader, dataset_size=len(data), turns=self._turns(), in_worker=in_worker
         )
@@ -91,19 +91,26 @@ class NeighbourTests:
         reasons += [] if self._loader is None else self._loader.not_checked
         return tuple(reasons)
 
+    def close(self) -> None:
+        """Leave nothing on the model."""
+        self._labels.stop()
+
     def check_losses(self, losses: Tensor) -> None:
         """Refuse losses of another function than was tried, and labels that are no class."""
         if self._loss is not None:
             self._loss.compare(losses)
-        if self._run.ledger.spent == 0 and self._batch is not None:
-            self._labels.learn(losses, self._batch)
+        if self._run.ledger.spent == 0:
+            self._labels.learn(losses)
 
     def check(self, drawn: PhysicalBatch, batch: Any) -> None:
         """Try out a batch that is about to be handed out, if its turn has come."""
         run = self._run
         if drawn.size:
-            self._labels.check(drawn.data)
-        self._batch = batch if run.ledger.spent == 0 else None
+            self._labels.check(drawn.data, drawn.part.records)
+        if run.ledger.spent == 0:
+            self._labels.watch(batch, drawn.part.records)
+        else:
+            self._labels.stop()
         up_to = self._largest if run.ledger.spent == 0 else 0
         # Where the loss is at hand, it is tried with the model.
         run.engine.check_densely(up_to if self._loss is None else 0)

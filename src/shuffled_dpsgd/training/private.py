@@ -594,6 +594,7 @@ class PrivateTraining:
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
+        self._neighbours.close()
         if self._sharding is not None:
             self._sharding.detach()
 

@@ -8,11 +8,10 @@ then on all rows that the survey has seen (`rows.py`) are looked at, and every b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +21,29 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.rows import Survey, fields_of
 
 _NLL = "NllLoss"
+_FEW_WORDS = "build the model with a larger vocabulary, or resize it, as for added tokens"
 _REMEDY = "count classes from 0, or build the model with more outputs"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """Whole numbers below `count`, and one that is `ignored`."""
+class _Room(NamedTuple):
+    """Whole numbers below `count`, and one that is ignored."""
 
     what: str
     count: int
-    ignored: int | None
+    ignored: int
     remedy: str
 
-    def misfits(self, values: Tensor) -> list[int]:
-        """Those of the values that are not among them."""
-        bad = (values < 0) | (values >= self.count)
-        if self.ignored is not None:
-            bad &= values != self.ignored
-        return [int(value) for value in values[bad].unique()[:1]]
-
-    def refusal(self, value: int, where: str) -> InvalidArgumentError:
-        """Names what does not fit, and where it is."""
-        return InvalidArgumentError(
-            self.what,
-            expected=f"whole numbers from 0 to {self.count - 1}",
-            got=f"{value}, in {where}",
-            remedy=self.remedy,
-        )
+    def refuse_misfits(self, values: Any, where: Callable[[int], str]) -> None:
+        """Refuse values that are not among them; `where` says where one is."""
+        values = torch.as_tensor(values)
+        bad = ((values < 0) | (values >= self.count)) & (values != self.ignored)
+        for value in values[bad][:1].tolist():
+            raise InvalidArgumentError(
+                self.what,
+                expected=f"whole numbers from 0 to {self.count - 1}",
+                got=f"{value}, in {where(value)}",
+                remedy=self.remedy,
+            )
 
 
 class LabelCheck:
@@ -82,9 +77,7 @@ class LabelCheck:
         """Before an embedding is called."""
         is_plain = args and not torch.compiler.is_compiling() and type(args[0]) is Tensor
         if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
-            remedy = "build the model with a larger vocabulary, or resize it, as for added tokens"
-            room = _Room(what=name, count=module.num_embeddings, ignored=None, remedy=remedy)
-            self._learn(room, args[0])
+            self._learn(_Room(name, module.num_embeddings, 0, _FEW_WORDS), args[0])
 
     def learn(self, losses: Tensor) -> None:
         """Find classes in the losses of a batch, before the first release.
@@ -93,14 +86,12 @@ class LabelCheck:
             InvalidArgumentError: some row has a label that is none of them.
         """
         for classes, targets, ignored in _classifications(losses):
-            room = _Room(what="labels", count=classes, ignored=ignored, remedy=_REMEDY)
-            self._learn(room, targets)
+            self._learn(_Room("labels", classes, ignored, _REMEDY), targets)
 
     def _learn(self, room: _Room, values: Tensor) -> None:
         batch, records = self._batch
         fields = [each for each in fields_of(batch) if _come_from(each[1], values)]
-        for value in room.misfits(values):
-            raise room.refusal(value, _place_of(value, fields or fields_of(batch), records))
+        room.refuse_misfits(values, partial(_place_of, fields or fields_of(batch), records))
         # Fields may have the same values by chance, as labels and ids where nothing is padded.
         itself = [each for each in fields if each[1].data_ptr() == values.data_ptr()]
         others = [each for each in fields if each[0] not in self._rooms]
@@ -109,8 +100,7 @@ class LabelCheck:
             if key not in self._rooms or room.count < self._rooms[key].count:
                 self._rooms[key] = room
                 for value, row in self._survey.extremes.get(key, ()) if self._survey else ():
-                    if room.misfits(torch.tensor([value])):
-                        raise room.refusal(value, f"row {row}")
+                    room.refuse_misfits([value], lambda _, row=row: f"row {row}")  # type: ignore[misc]
 
     def check(self, loaded: Any, records: Sequence[int]) -> None:
         """Look at a batch that is about to be handed out, on the host.
@@ -120,9 +110,8 @@ class LabelCheck:
         """
         fields = dict(fields_of(loaded)) if self._rooms else {}
         for key in self._rooms.keys() & fields.keys():
-            room, field = self._rooms[key], fields[key]
-            for value in room.misfits(torch.as_tensor(field)):
-                raise room.refusal(value, _place_of(value, [(key, field)], records))
+            where = partial(_place_of, [(key, fields[key])], records)
+            self._rooms[key].refuse_misfits(fields[key], where)
 
 
 @contextmanager
@@ -190,7 +179,7 @@ def _come_from(field: Tensor, values: Tensor) -> bool:
     return torch.equal(rest.view(len(field), -1)[:, : width - 1], field[:, 1:])
 
 
-def _place_of(value: int, fields: Sequence[Any], records: Sequence[int]) -> str:
+def _place_of(fields: Sequence[Any], records: Sequence[int], value: int) -> str:
     """The record of a batch that has a value in one of the fields."""
     for _, field in fields:
         if isinstance(field, Tensor) and field.shape[:1] == (len(records),):

@@ -17,8 +17,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -44,8 +43,7 @@ _FEW_SAMPLES = 4
 _SECONDS = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
+class _Stage(NamedTuple):
     """One list made of another: samples of records, or the rows of a batch of samples.
 
     Entries may be exchanged for any of the `pool`.
@@ -57,17 +55,7 @@ class _Stage:
     pool: list[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """What was made, whether numbers were drawn for it, and where that ended."""
-
-    result: Any
-    draws: bool
-    end: object
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tried:
+class _Tried(NamedTuple):
     """One exchange: whether numbers were drawn, whether rows were compared, and which changed.
 
     A row is a suspect where a shift of random numbers may explain that it changed.
@@ -184,7 +172,7 @@ class LoaderCheck:
             if first and 0 < rows < self.turns.up_to:
                 # What is done to large batches only: the same records, several times.
                 times = -(-self.turns.up_to // rows)
-                larger = replace(stage, items=(stage.items * times)[: self.turns.up_to])
+                larger = stage._replace(items=(stage.items * times)[: self.turns.up_to])
                 try:
                     self._made(larger, larger.items, 0, RandomStates.now(self._own))
                 except Exception:  # What collates need not take the same record twice.
@@ -202,19 +190,10 @@ class LoaderCheck:
             # A record that is not in the batch may be too long for it, or one that fails to load.
             with suppress(Exception):
                 pool = self._samples(others)
-        made = [
-            _Stage(
-                name="collate",
-                make=lambda items: loader.collated(items, part),
-                items=samples,
-                pool=pool,
-            )
-        ]
-        if loader.loads_many:
-            # Without it, records are loaded one by one.
-            load = _Stage(name="data", make=loader.samples, items=records, pool=others)
-            made.insert(0, load)
-        return made
+        made = [_Stage("collate", lambda items: loader.collated(items, part), samples, pool)]
+        # Without `__getitems__`, records are loaded one by one.
+        load = [_Stage("data", loader.samples, records, others)] * loader.loads_many
+        return [*load, *made]
 
     def _samples(self, records: list[int]) -> list[Any]:
         seed_all(self._draws.getrandbits(32))
@@ -262,49 +241,48 @@ class LoaderCheck:
     def _is_made_alike(self, stage: _Stage) -> bool:
         """Whether the same comes out of the same under the same states."""
         states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
-        one, two = (self._made(stage, stage.items, seed, states).result for _ in range(2))
+        one, two = (self._made(stage, stage.items, seed, states)[0] for _ in range(2))
         rows = len(stage.items)
         return all(_is_same(stage, one, two, row, rows) for row in range(rows))
 
     def _try(self, stage: _Stage, part: Part, places: set[int]) -> _Tried:
         """Exchange what stands at some places."""
-        states, seed, size = (
-            RandomStates.now(self._own),
-            self._draws.getrandbits(32),
-            len(stage.items),
-        )
-        one = self._made(stage, stage.items, seed, states)
+        states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
+        size = len(stage.items)
+        one, _, end = self._made(stage, stage.items, seed, states)
         times = -(-size // len(stage.pool))
         others = self._draws.sample(stage.pool * times, size)
         items = [others[at] if at in places else item for at, item in enumerate(stage.items)]
         try:
-            two = self._made(stage, items, seed, states)
+            two, draws, other_end = self._made(stage, items, seed, states)
         except Exception:  # What is told of records that do not belong together is no finding.
             self._has_shifted.add(stage.name)
             return _Tried()
-        shifts = two.draws and (shapes(one.result) != shapes(two.result) or one.end != two.end)
+        shifts = draws and (shapes(one) != shapes(two) or end != other_end)
         if shifts:
             self._has_shifted.add(stage.name)
         for row in range(size):
             # What is drawn for several records may be shifted by the first that is exchanged.
-            is_behind = two.draws and row > min(places)
+            is_behind = draws and row > min(places)
             if row in places or (shifts and (is_behind or stage.name == "collate")):
                 continue
-            if not _is_same(stage, one.result, two.result, row, size):
+            if not _is_same(stage, one, two, row, size):
                 if is_behind:
                     return _Tried(is_random=True, is_compared=True, suspect=row)
                 raise _refusal(stage, part, row)
-        return _Tried(is_random=two.draws, is_compared=not shifts)
+        return _Tried(is_random=draws, is_compared=not shifts)
 
-    def _made(self, stage: _Stage, items: list[Any], seed: int, states: RandomStates) -> _Made:
-        """What is made of these; they may be changed by what makes it."""
-        mine = copy.deepcopy(items)
+    def _made(
+        self, stage: _Stage, items: list[Any], seed: int, states: RandomStates
+    ) -> tuple[Any, bool, object]:
+        """What is made of these, whether numbers were drawn for it, and where that ended."""
+        mine = copy.deepcopy(items)  # They may be changed by what makes it.
         states.restore()
         seed_all(seed)
         start = RandomStates.now(self._own).plain()
         result = stage.make(mine)
         end = RandomStates.now(self._own).plain()
-        return _Made(result=result, draws=end != start, end=end)
+        return result, end != start, end
 
 
 class _Worker(Dataset[Any]):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,7 @@ class _List:
     places: Places
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Item:
+class _Item(NamedTuple):
     """An item, and the random numbers it is loaded under."""
 
     number: int
@@ -119,7 +118,7 @@ class _Check:
             group = tried[start : start + most]
             neighbour = self._with_others_but([each.places[group] for each in self._lists])
             for number in group:
-                item = _Item(number=number, seed=draws.getrandbits(32))
+                item = _Item(number, draws.getrandbits(32))
                 in_time = number in first or time.perf_counter() <= until
                 if in_time and self._changes(item, neighbour, is_needed=number in records):
                     changed.append(item)
@@ -140,7 +139,7 @@ class _Check:
         first: dict[tuple[bool, ...], tuple[int, list[Any]]] = {}
         for number in numbers:
             try:
-                found = leaves(self._loaded(alike, _Item(number=number, seed=seed)))
+                found = leaves(self._loaded(alike, _Item(number, seed)))
             except Exception:  # Entries of several lists need not belong together.
                 return False
             # Parts of a data set may have lists of their own.
@@ -165,14 +164,14 @@ class _Check:
                 other = np.flatnonzero(each.places == places[0]) if places.size == 1 else places[:0]
                 if other.size and other[0] != item.number:
                     # The record is another one's too, unless that one lies elsewhere as well.
-                    its = _Item(number=int(other[0]), seed=self._draws.getrandbits(32))
+                    its = _Item(int(other[0]), self._draws.getrandbits(32))
                     one = self._with({id(each.held): self._exchanged(each, places)})
                     if self._changes(its, one) and not self._changes(its, self._data):
                         raise _refusal(item, f"with the record of item {its.number}")
         for item, *places_of_item in zip(items, *kept, strict=True):
             neighbour = self._with_others_but(places_of_item)
             for _ in range(_STATES):
-                again = _Item(number=item.number, seed=self._draws.getrandbits(32))
+                again = _Item(item.number, self._draws.getrandbits(32))
                 if self._changes(again, neighbour):
                     raise _refusal(item, "under some random numbers, with other records")
 

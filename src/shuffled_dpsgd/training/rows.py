@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ _AT_ONCE = 64
 _IN_SKETCH = 64
 
 
-_Parts = tuple[bytes, dict[Hashable, Any]]
+_Parts = tuple[bytes, dict[Hashable, int | str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Survey:
     compared: int
     total: int
     sketch: frozenset[bytes]
-    extremes: Mapping[Hashable, tuple[tuple[int, int], tuple[int, int]]]
+    extremes: Mapping[Hashable, tuple[tuple[int, int], ...]]
     left_out: Sequence[Hashable] = ()
     again: bool = True
 
@@ -74,26 +73,27 @@ class Survey:
 
 def survey(data: MapStyle) -> Survey:
     """Count equal rows, and equal indices of the data sets that `data` is made of."""
-    first = [[row_digest(record) for _, record in _records(data, 1)] for _ in range(2)]
+    one, two = (row_digest(next(_records(data), None)) for _ in range(2))
     parts: list[_Parts] = []
-    extremes: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
+    extremes: dict[Hashable, tuple[tuple[int, int], ...]] = {}
     for row, record in _records(data):
         parts.append(_parts(record))
         for key, field in fields_of(record):
-            for found in _least_and_largest(field):
-                least, most = extremes.get(key, ((found, row), (found, row)))
-                extremes[key] = min(least, (found, row)), max(most, (found, row))
+            if numbers := _whole_numbers(field):
+                known = extremes.get(key, ())
+                of_row = (min(numbers), row), (max(numbers), row)
+                extremes[key] = min(*known, *of_row), max(*known, *of_row)
     left_out = _numbers(parts)
     rows = [_without(left_out, each) for each in parts]
-    places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
+    places = np.unique(_places(data, {}), return_counts=True)[1]
     return Survey(
-        largest=max(max(Counter(rows).values(), default=1), int(max(places, default=1))),
+        largest=max(max(Counter(rows).values(), default=1), int(places.max(initial=1))),
         compared=len(rows),
         total=len(data),
         sketch=frozenset(heapq.nsmallest(_IN_SKETCH, {*rows})),
         extremes=extremes,
         left_out=left_out,
-        again=first[0] == first[1],
+        again=one == two,
     )
 
 
@@ -109,16 +109,11 @@ def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
 
 def _parts(record: Any) -> _Parts:
     """A digest of a row without its whole numbers and single words, and these by field."""
-    small: dict[Hashable, Any] = {}
-    for key, field in fields_of(record):
-        value = field
-        if isinstance(field, Tensor) and field.dim() == 0 and _is_whole(field):
-            value = field.item()
-        if isinstance(value, Integral) or (isinstance(value, str) and len(value.split()) == 1):
-            small[key] = value
+    fields = fields_of(record)
+    small = {key: value for key, field in fields for value in _single(field)}
     if not small:
         return row_digest(record), small
-    large = [(str(key), field) for key, field in fields_of(record) if key not in small]
+    large = [(str(key), field) for key, field in fields if key not in small]
     return row_digest(large) if large else b"", small
 
 
@@ -144,45 +139,43 @@ def fields_of(record: Any) -> list[tuple[Hashable, Any]]:
     return list(enumerate(record)) if isinstance(record, tuple | list) else []
 
 
-def _is_whole(field: Tensor) -> bool:
-    return not (field.is_floating_point() or field.is_complex() or field.dtype == torch.bool)
+def _single(field: Any) -> list[Any]:
+    """A whole number or a word."""
+    if isinstance(field, str):
+        return [field] if len(field.split()) == 1 else []
+    return [] if isinstance(field, list) or getattr(field, "ndim", 0) else _whole_numbers(field)
 
 
-def _least_and_largest(field: Any) -> tuple[int, ...]:
-    """Of a whole number, or of a row of them."""
-    if isinstance(field, list) and field and all(type(each) is int for each in field):
-        return min(field), max(field)
-    if isinstance(field, Integral):
-        return (int(field),)
-    if isinstance(field, Tensor) and _is_whole(field):
-        field = field.detach().cpu().numpy()
-    is_row = isinstance(field, np.ndarray) and field.ndim < 2 and field.size > 0
-    return (int(field.min()), int(field.max())) if is_row and field.dtype.kind in "iu" else ()
+def _whole_numbers(field: Any) -> list[Any]:
+    """A whole number or a row of them; nothing for anything else."""
+    if isinstance(field, Tensor | np.ndarray | np.generic):
+        is_row = field.ndim < 2 and str(field.dtype).startswith(("torch.int", "int", "uint"))
+        found = field.reshape(-1).tolist() if is_row else []
+    else:
+        found = field if isinstance(field, list) else [field]
+    return found if all(type(each) is int for each in found) else []
 
 
-def _records(data: MapStyle, at_most: int | None = None) -> Iterator[tuple[int, Any]]:
+def _records(data: MapStyle) -> Iterator[tuple[int, Any]]:
     """Rows all over the data, each once, until they are through or time is up."""
     total, until = len(data), time.monotonic() + _SECONDS
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
     loader = PartLoader(data, list)
     at_once = _AT_ONCE if loader.loads_many else 1
-    states = RandomStates.now(generators_in([data], 4))
+    own = generators_in([data], 4)
+    states = RandomStates.now(own)
     try:
-        for start in range(0, total if at_most is None else at_most, at_once):
+        for start in range(0, total, at_once):
             some = [i * stride % total for i in range(start, min(start + at_once, total))]
-            states.restore()  # Equal rows are augmented alike.
+            if own:  # Equal rows are augmented alike.
+                states.restore()
             seed_all(0)
             yield from zip(some, loader.samples(some), strict=True)
             if time.monotonic() > until:
                 return
     finally:
         states.restore()
-
-
-def _is_made_of(data: Any) -> bool:
-    wrappers = (torch.utils.data.Subset, torch.utils.data.ConcatDataset)
-    return isinstance(data, wrappers) or getattr(data, "_indices", None) is not None
 
 
 def _places(data: Any, bases: dict[int, tuple[int, Any]]) -> np.ndarray:
@@ -200,12 +193,8 @@ def _places(data: Any, bases: dict[int, tuple[int, Any]]) -> np.ndarray:
         index, base = np.asarray(chosen.column(0).to_numpy(), dtype=np.int64), data._data
     else:
         index, base = np.arange(len(data), dtype=np.int64), getattr(data, "_data", data)
-    return _first_place(base, bases) + index
-
-
-def _first_place(base: Any, bases: dict[int, tuple[int, Any]]) -> int:
     after = sum(len(known) for _, known in bases.values())
-    return bases.setdefault(id(base), (after, base))[0]
+    return bases.setdefault(id(base), (after, base))[0] + index
 
 
 def describe_unit(

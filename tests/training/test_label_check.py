@@ -177,6 +177,18 @@ def test_labels_like_the_ids_of_the_first_batches_are_not_taken_for_ids(monkeypa
         assert private.ledger.spent == (0 if is_refused else 4)
 
 
+def test_ids_inside_a_part_of_a_batch_are_known(monkeypatch: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return of_each(model, batch.x)
+
+    for seconds, spent in ((3.0, 0), (-1.0, 2)):
+        monkeypatch.setattr(rows, "_SECONDS", seconds)
+        private = start(model=Words())
+        with pytest.raises(InvalidArgumentError, match="99, in row 50"):
+            run(private, [(row, 0) for row in texts("ids", 99)], loss)
+        assert private.ledger.spent == spent
+
+
 def test_a_word_of_the_first_batch_is_named_and_no_hook_stays() -> None:
     model = Words()
     private = start(model=model)

@@ -181,19 +181,12 @@ class PartLoader(Dataset[Any]):
 
     def samples(self, records: list[int]) -> list[Any]:
         """These records of the data set, in order."""
-        if self._load_many is not None:
-            try:
-                return self._load_many(records)
-            except Exception as error:
-                error.add_note(f"while loading records {_listed(records)}")
-                raise
-        return [self._sample(record) for record in records]
-
-    def _sample(self, record: int) -> Any:
+        if self._load_many is None and len(records) > 1:
+            return [sample for record in records for sample in self.samples([record])]
         try:
-            return self.data[record]
+            return self._load_many(records) if self._load_many else [self.data[i] for i in records]
         except Exception as error:
-            error.add_note(f"while loading record {record} of the data set")
+            error.add_note(f"while loading record{'s'[: len(records) > 1]} {_listed(records)}")
             raise
 
 
@@ -246,7 +239,10 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else _rebuilt(value, moved)
+        if type(value) is dict or not hasattr(value, "to"):
+            return moved
+        found = (item.device for item in moved.values() if hasattr(item, "device"))
+        return value.to(next(found, "cpu"))
     if isinstance(value, Batch):
         return Batch(to_device(item, device) for item in value)
     if isinstance(value, list):
@@ -254,9 +250,3 @@ def to_device(value: Any, device: torch.device) -> Any:
     if type(value) is tuple:
         return tuple(to_device(item, device) for item in value)
     return value
-
-
-def _rebuilt(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
-    if hasattr(original, "to"):
-        return original.to(next((v.device for v in moved.values() if hasattr(v, "device")), "cpu"))
-    return moved

@@ -26,21 +26,21 @@ _REMEDY = "count classes from 0, or build the model with more outputs"
 
 
 class _Room(NamedTuple):
-    """Whole numbers below `count`, and one that is ignored."""
+    """Whole numbers below `size`, and one that is ignored."""
 
     what: str
-    count: int
+    size: int
     ignored: int
     remedy: str
 
     def refuse_misfits(self, values: Any, where: Callable[[int], str]) -> None:
         """Refuse values that are not among them; `where` says where one is."""
         values = torch.as_tensor(values)
-        bad = ((values < 0) | (values >= self.count)) & (values != self.ignored)
+        bad = ((values < 0) | (values >= self.size)) & (values != self.ignored)
         for value in values[bad][:1].tolist():
             raise InvalidArgumentError(
                 self.what,
-                expected=f"whole numbers from 0 to {self.count - 1}",
+                expected=f"whole numbers from 0 to {self.size - 1}",
                 got=f"{value}, in {where(value)}",
                 remedy=self.remedy,
             )
@@ -97,7 +97,7 @@ class LabelCheck:
         others = [each for each in fields if each[0] not in self._rooms]
         certain = itself or others
         for key, _ in certain if len(certain) == 1 else ():
-            if key not in self._rooms or room.count < self._rooms[key].count:
+            if key not in self._rooms or room.size < self._rooms[key].size:
                 self._rooms[key] = room
                 for value, row in self._survey.extremes.get(key, ()) if self._survey else ():
                     room.refuse_misfits([value], lambda _, row=row: f"row {row}")  # type: ignore[misc]
@@ -163,20 +163,16 @@ def _classifications(losses: Tensor) -> Iterator[tuple[int, Tensor, int]]:
             waiting += [behind for behind, _ in node.next_functions]
 
 
-def _come_from(field: Tensor, values: Tensor) -> bool:
+def _come_from(field: Any, values: Tensor) -> bool:
     """Whether values are those of a field, or in every row those that follow the first."""
-    if field.numel() == 0 or field.is_floating_point():
+    if not (isinstance(field, Tensor) and field.dim() and field.numel()):
         return False
-    width, rest = field.shape[-1], values.flatten().to(field.device)
-    if torch.equal(rest, field.flatten()):
-        return True
-    if (
-        field.dim() != 2
-        or width < 2
-        or rest.numel() not in (field.numel(), len(field) * (width - 1))
-    ):
+    if field.is_floating_point():
         return False
-    return torch.equal(rest.view(len(field), -1)[:, : width - 1], field[:, 1:])
+    rest, following = values.flatten().to(field.device), field[..., 1:]
+    if rest.numel() == field.numel() and not torch.equal(rest, field.flatten()):
+        rest = rest.view(field.shape)[..., :-1].flatten()
+    return any(torch.equal(rest, part.flatten()) for part in (field, following) if part.numel())
 
 
 def _place_of(fields: Sequence[Any], records: Sequence[int], value: int) -> str:

@@ -66,10 +66,11 @@ class _Tried(NamedTuple):
     suspect: int | None = None
 
 
-class LoaderCheck:
+class LoaderCheck(Dataset[Any]):
     """Tries out parts of the batches that a run draws, as `turns` say.
 
-    With `in_worker` it does so in a process like those that load for the run.
+    With `in_worker` it does so in a process like those that load for the run, as a data set whose
+    items are what a check has found.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class LoaderCheck:
                 if self._in_worker:
                     self._send(part, kind)
                 else:
-                    self.try_out(part, kind)
+                    self._try_out(part, kind)
             finally:
                 states.restore()
         self.turns.note_checked(kind)
@@ -142,21 +143,25 @@ class LoaderCheck:
     def _send(self, part: Part, kind: Hashable) -> None:
         """Have a worker process try out a part, and take over what it has found."""
         loader: DataLoader[Any] = DataLoader(
-            _Worker(self), batch_size=None, sampler=[(part, kind)],
-            collate_fn=as_it_is, num_workers=1,
-        )  # fmt: skip
+            self, batch_size=None, sampler=[(part, kind)], collate_fn=as_it_is, num_workers=1
+        )
         for refusal, drawn, found in loader:
             self._draws.setstate(drawn)
             vars(self).update(found)
             if refusal is not None:
                 raise refusal
 
-    def found(self) -> dict[str, Any]:
-        """What is known by now, by the name of the attribute."""
+    def __getitem__(self, turn: tuple[Part, Hashable]) -> Any:
+        refusal = None
+        try:
+            self._try_out(*turn)
+        except ShuffledDPError as error:
+            refusal = error
         kinds = bool, float, int, str, set
-        return {name: value for name, value in vars(self).items() if type(value) in kinds}
+        found = {name: value for name, value in vars(self).items() if type(value) in kinds}
+        return refusal, self._draws.getstate(), found
 
-    def try_out(self, part: Part, kind: Hashable) -> None:
+    def _try_out(self, part: Part, kind: Hashable) -> None:
         """Try out a part in this process."""
         began = time.perf_counter()
         first, self._is_first = self._is_first, False
@@ -192,8 +197,7 @@ class LoaderCheck:
                 pool = self._samples(others)
         made = [_Stage("collate", lambda items: loader.collated(items, part), samples, pool)]
         # Without `__getitems__`, records are loaded one by one.
-        load = [_Stage("data", loader.samples, records, others)] * loader.loads_many
-        return [*load, *made]
+        return [_Stage("data", loader.samples, records, others)] * loader.loads_many + made
 
     def _samples(self, records: list[int]) -> list[Any]:
         seed_all(self._draws.getrandbits(32))
@@ -283,21 +287,6 @@ class LoaderCheck:
         result = stage.make(mine)
         end = RandomStates.now(self._own).plain()
         return result, end != start, end
-
-
-class _Worker(Dataset[Any]):
-    """Makes a check where it is loaded; returns its refusal, and what has been found and drawn."""
-
-    def __init__(self, check: LoaderCheck) -> None:
-        self._check = check
-
-    def __getitem__(self, turn: tuple[Part, Hashable]) -> Any:
-        refusal = None
-        try:
-            self._check.try_out(*turn)
-        except ShuffledDPError as error:
-            refusal = error
-        return refusal, self._check.turns.draws.getstate(), self._check.found()
 
 
 def _is_same(stage: _Stage, one: Any, two: Any, row: int, size: int) -> bool:

@@ -20,7 +20,6 @@ import copy
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -49,8 +48,7 @@ _ANEW = "the same item, loaded twice under the same random numbers, differs"
 Places = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _List:
+class _List(NamedTuple):
     """Something with an entry for each record, that of item i at `places[i]` as is expected."""
 
     name: str
@@ -88,12 +86,8 @@ def check_records_alone(
         return _NO_LIST
     try:
         return _Check(data, lists.found, draws, own).run(records, thorough=thorough)
-    except _CannotCopyError:
+    except copy.Error:
         return _NO_LIST
-
-
-class _CannotCopyError(Exception):
-    """A class does not let itself be copied."""
 
 
 class _Check:
@@ -131,11 +125,10 @@ class _Check:
 
     def _is_reached(self, numbers: Sequence[int]) -> bool:
         """Whether items are alike, but for their number, once one record stands at all places."""
-        new, seed = {}, self._draws.getrandbits(32)
-        for each in self._lists:
-            at = max(int(each.places[numbers[0]]), 0)
-            new[id(each.held)] = _in_order(each.held, np.full(len(each.held), at))
-        alike = self._with(new)
+        at, seed = numbers[0], self._draws.getrandbits(32)
+        one_place = [np.full(len(each.held), max(each.places[at], 0)) for each in self._lists]
+        pairs = zip(self._lists, one_place, strict=True)
+        alike = self._with({id(each.held): _in_order(each.held, at) for each, at in pairs})
         first: dict[tuple[bool, ...], tuple[int, list[Any]]] = {}
         for number in numbers:
             try:
@@ -145,10 +138,9 @@ class _Check:
             # Parts of a data set may have lists of their own.
             lists = tuple(bool(each.places[number] >= 0) for each in self._lists)
             known, expected = first.setdefault(lists, (number, found))
-            pairs = zip(found, expected, strict=False)
             if len(found) != len(expected) or not all(
                 same(one, other) or (type(one) is int and (one, other) == (number, known))
-                for one, other in pairs
+                for one, other in zip(found, expected, strict=True)
             ):
                 return False
         return True
@@ -217,8 +209,8 @@ class _Check:
     def _with(self, new: dict[int, Any]) -> Any:
         try:
             return _copied(self._data, dict(new))
-        except Exception as error:
-            raise _CannotCopyError from error
+        except Exception as error:  # A class does not let itself be copied.
+            raise copy.Error from error
 
     def _changes(self, item: _Item, neighbour: Any, *, is_needed: bool = False) -> bool:
         """Whether an item differs between two data sets, under the same random numbers."""
@@ -275,7 +267,7 @@ class _Lists:
         self._met += 1
         known = next((each for each in self.found if each.held is value), None)
         if known is None:
-            self.found.append(_List(name=name, held=value, places=places.copy()))
+            self.found.append(_List(name, value, places.copy()))
         else:  # Several parts of a data set may lie in one list.
             np.copyto(known.places, places, where=known.places < 0)
 

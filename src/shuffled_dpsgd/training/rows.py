@@ -134,16 +134,23 @@ def _without(left_out: Sequence[Hashable], parts: _Parts) -> bytes:
 
 def fields_of(record: Any) -> list[tuple[Hashable, Any]]:
     """The parts of a record or a batch that has several, each with its key."""
-    if isinstance(record, Mapping):
-        return list(record.items())
-    return list(enumerate(record)) if isinstance(record, tuple | list) else []
+    if not isinstance(record, Mapping | tuple | list):
+        return []
+    parts = record.items() if isinstance(record, Mapping) else enumerate(record)
+    inside = [(key, part, isinstance(part, Mapping | tuple)) for key, part in parts]
+    return [
+        field
+        for key, part, is_made_of in inside
+        for field in ([((key, k), v) for k, v in fields_of(part)] if is_made_of else [(key, part)])
+    ]
 
 
 def _single(field: Any) -> list[Any]:
     """A whole number or a word."""
     if isinstance(field, str):
         return [field] if len(field.split()) == 1 else []
-    return [] if isinstance(field, list) or getattr(field, "ndim", 0) else _whole_numbers(field)
+    is_row = isinstance(field, list) or getattr(field, "ndim", 0) != 0
+    return [] if is_row else _whole_numbers(field)
 
 
 def _whole_numbers(field: Any) -> list[Any]:

@@ -8,8 +8,13 @@ import runpy
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from html import unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import shuffled_dpsgd
-from reports.browser import BROWSER, browse
+from reports.browser import BROWSER, SCHEMES, WIDTHS, browse
 from shuffled_dpsgd import integrations, make_private, save_checkpoint, testing
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.clipping import BY_TYPE, ClippingEngine
@@ -319,6 +324,81 @@ def test_search_works_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -> 
     told = json.loads(unescape(answer[1]))
     assert re.fullmatch(r"\d+ matching documents", told["found"]), told
     assert told["loaded"] == [OURS]
+
+
+# Every page in a frame of every width: how wide it is laid out, its colours, and what it asked for.
+TOUR = """<!doctype html><meta name="color-scheme" content="light dark">
+<body><iframe id="frame" height="900"></iframe><pre id="found"></pre><script>
+(async () => {
+  const told = [];
+  for (const page of PAGES) for (const width of WIDTHS) {
+    frame.width = width;
+    await new Promise((go) => { frame.onload = go; frame.src = page; });
+    await new Promise((go) => setTimeout(go, 200));
+    const inside = frame.contentDocument, view = frame.contentWindow;
+    const asked = view.performance.getEntriesByType("resource").map((entry) => entry.name);
+    const colour = view.getComputedStyle(inside.body).backgroundColor;
+    told.push({ page, width, wide: inside.documentElement.scrollWidth, colour,
+      outside: asked.filter((each) => !each.startsWith(location.origin)), asked: asked.length });
+  }
+  found.textContent = JSON.stringify(told);
+})();
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pages_fit_phones_and_desks_and_ask_nothing(
+    site: Path, tmp_path: Path, scheme: str
+) -> None:
+    """Served on this machine. A page that is too wide and asks elsewhere shows that it is seen."""
+    broken = f'<body style="width: 2000px"><img src="{OURS}">'
+    (site / "broken.html").write_text(broken, encoding="utf-8")
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    pages = [page for page in pages if not page.startswith(("files/", "tutorials/looked"))]
+    if scheme == "dark":  # What differs is a matter of colours, which all pages share.
+        pages = [page for page in pages if page.startswith(("broken", "index", "r", "tutorials/"))]
+    tour = TOUR.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
+    (site / "tour.html").write_text(tour, encoding="utf-8")
+    with served(site) as address:
+        budget = "--virtual-time-budget=300000"
+        shown = browse(
+            "--dump-dom", budget, f"{address}/tour.html", folder=tmp_path, scheme=scheme
+        ).stdout
+    for made in ("broken.html", "tour.html"):
+        (site / made).unlink()
+    answer = re.search(r'<pre id="found">(.+?)</pre>', shown, re.DOTALL)
+    assert answer is not None, shown
+    told = json.loads(unescape(answer[1]))
+    assert len(told) == len(pages) * len(WIDTHS)
+    ours = [each for each in told if each["page"] == "broken.html"]
+    assert all(each["wide"] > each["width"] and each["outside"] == [OURS] for each in ours)
+    rest = [each for each in told if each["page"] != "broken.html"]
+    assert [each for each in rest if each["wide"] > each["width"]] == []
+    assert [each for each in rest if each["outside"] or not each["asked"]] == []
+    for each in rest:
+        light = sum(map(int, re.findall(r"\d+", each["colour"])[:3])) > 382
+        assert light == (scheme == "light"), each
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of the folder, for as long as one is inside."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.mark.slow

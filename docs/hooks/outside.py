@@ -28,8 +28,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 NOTEBOOKS = "examples/notebooks"
-# On the pages of all names, those that the main page has as well are not listed for links again.
-ALL_NAMES = "::: {}\n    options: {{skip_local_inventory: true, show_if_no_docstring: true{}}}"
+# Links lead to the pages of all names, of which one has what two packages have.
+SECOND = "skip_local_inventory: true"
 # The names of `training` that stand on another page than the rest of them.
 OF_PLAN = [
     *("AuditedBound", "GaussianNoise", "Ledger", "NoiseBlock", "PoissonSampler", "PrivacyCard"),
@@ -121,15 +121,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)\)", without_folders, parts[number])
         parts[number] = LINK.sub(moved, text)
     text = "".join(parts)
-    if page.file.src_uri.startswith("api_"):
-        text = re.sub(r"^::: (.+)$", partial(_all_names, page), text, flags=re.MULTILINE)
+    name = page.file.src_uri
+    if name == "reference.md" or name.startswith("api_"):
+        directive = partial(_with_options, name)
+        text = re.sub(r"^::: (.+)$", directive, text, flags=re.MULTILINE)
     return text
 
 
-def _all_names(page: Any, found: re.Match[str]) -> str:
-    """The directive for a package, of which `training` is on two pages."""
-    only = ""
+def _with_options(page: str, found: re.Match[str]) -> str:
+    """The directive for a name or a package, of which `training` is on two pages."""
+    options = [SECOND] if page == "reference.md" else ["show_if_no_docstring: true"]
+    if found[1] == "shuffled_dpsgd.options":
+        options += [SECOND]
     if found[1] == "shuffled_dpsgd.training":
-        others = f", filters: ['!^_', '!^({'|'.join(OF_PLAN)})$']"
-        only = f", members: {OF_PLAN}" if page.file.src_uri == "api_plan.md" else others
-    return ALL_NAMES.format(found[1], only)
+        others = f"filters: ['!^_', '!^({'|'.join(OF_PLAN)})$']"
+        options += [f"members: {OF_PLAN}" if page == "api_plan.md" else others]
+    return f"{found[0]}\n    options: {{{', '.join(options)}}}"

@@ -98,7 +98,7 @@ def browse(
         f"--blink-settings=preferredColorScheme={SCHEMES[::-1].index(scheme)}",
     ]
     return subprocess.run(
-        [BROWSER, *settings, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [BROWSER, *settings, *arguments], capture_output=True, text=True, timeout=300, check=True
     )
 
 

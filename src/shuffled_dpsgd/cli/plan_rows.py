@@ -27,7 +27,7 @@ def plan_rows(plan: PrivacyPlan, chosen: str | None) -> Iterator[tuple[str, str]
     for block in plan.blocks:
         name = f"σ ({block.name})"
         if block.name == "rest":
-            # Where nothing is shuffled the rest is everything.
+            # Without a shuffle the block `rest` is the whole model.
             name = "σ0 (rest)" if len(plan.blocks) > 1 else "σ"
         clip = block.batch_clip_norm
         batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"

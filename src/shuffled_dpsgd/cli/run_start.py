@@ -67,7 +67,7 @@ def with_overrides(
         parse_config(raw)  # Refuses what is no table, by its name.
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
-        # The method decides what the file decided without it.
+        # A method given as a flag overrides what the file says under these keys.
         dropped = [*OPEN, *["batch_clip_norm"] * (given["method"] != "shuffled")]
         if given["method"] == "non-private":
             dropped += ["epsilon", "noise_multiplier", "clip_norm"]

@@ -70,7 +70,7 @@ def evaluate(
     if as_json:
         fields = ("score", "loss", "baseline")
         splits = {s: {key: getattr(one, key) for key in fields} for s, one in results.items()}
-        # The first split's result on top, as it was during training; then all of them.
+        # The split scored during training comes first, then every split.
         place, first = next(iter(splits.items()))
         found = {"score_name": name, **first, "run": str(run), "split": place, "splits": splits}
         print_json(found if generation is None else found | {"generation": generation})

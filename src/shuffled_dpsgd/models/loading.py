@@ -110,7 +110,7 @@ def _load_adapter(folder: str, head: Head) -> nn.Module:
         raise MissingExtraError("peft", extra="hf", purpose="adapters") from error
     transformers = _transformers()
     base = str(_adapter_in(folder))
-    # Labels and their names are those of the training, which are saved beside the adapter.
+    # The configuration beside the adapter has the labels of the training run.
     config = transformers.AutoConfig.from_pretrained(folder)
     try:
         model = getattr(transformers, _AUTO_CLASSES[head]).from_pretrained(

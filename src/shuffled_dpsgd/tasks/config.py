@@ -28,7 +28,7 @@ NamedSet = Literal["sst2", "qqp", "mnli", "qnli", "e2e", "dart", "cifar10", "cif
 DataFormat = Literal["digits", NamedSet, "cifar", "image-folder", "csv", "jsonl", "hub"]
 DataSource = Literal["folder", "hub"]
 _OF_COLUMNS = ("csv", "jsonl", "hub")
-# Keys that only some formats use, so that none is ignored without a word.
+# Keys that only some formats use; the others refuse them.
 _USED_BY: Mapping[str, Collection[str]] = {
     "source": PUBLISHED,
     "subset": ("hub",),
@@ -40,7 +40,7 @@ _SPLITS = {
     **dict.fromkeys(("csv", "jsonl", "image-folder"), ("dev", "test")),
     "cifar": ("test",),
 }
-# What a task's data are where a file is silent.
+# Defaults of [data] that depend on the task.
 USUAL_DATA: Mapping[str, Mapping[str, Any]] = {
     "sft": {"format": "jsonl", "max_length": 1024},
     "image-folder": {"format": "image-folder"},
@@ -288,7 +288,7 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # With epochs, the number of steps is known when the data are.
+        # A length in epochs becomes a number of steps once the data are loaded.
         if self.training.num_steps is not None:
             self.optimizer.check_length(self.training.num_steps)
         if self.training.weight_averaging and self.privacy.shuffle != "off":

@@ -68,7 +68,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top = dict(raw)
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
-    # Before missing keys are looked for: a misspelt key is reported as misspelt.
+    # Checked before missing keys, so that a misspelt key is reported as misspelt.
     refuse_unknown("", top, [*_TOP, *SECTIONS])
     for name, table in given.items():
         if not isinstance(table, Mapping):

@@ -18,7 +18,7 @@ from shuffled_dpsgd.training.prospect import prospect_of
 
 FIRST_LOOK = 10
 _PART = 5
-# Set with runs on the digits in view; docs/advice.md shows them.
+# Thresholds chosen on runs on the digits (docs/advice.md).
 SWAMPED_BELOW = 0.3
 _ALL = 0.99
 _FAR = 10.0

@@ -32,7 +32,7 @@ from shuffled_dpsgd.tasks.data.sources import folder_of
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Task
 
-# The share of a side by which an image is shifted at most: four pixels of 32.
+# Images are shifted by at most 1/8 of a side: four pixels of 32.
 _SHIFT = 8
 
 

@@ -86,7 +86,7 @@ def evaluate_run(
             raise error.about("--split") from error
         config = replace(config, data=asked)
     if config.task != "digits":
-        # Training records are not scored, so no more of them are encoded than a task must have.
+        # Training records are not scored; a task needs one batch of them at least.
         few = config.training.expected_batch_size
         config = replace(config, data=replace(config.data, max_train_examples=few))
     task = build_task(config)

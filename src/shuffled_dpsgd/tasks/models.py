@@ -21,7 +21,7 @@ from shuffled_dpsgd.models import (
 )
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 
-# A module of these alone embeds tokens and does nothing else.
+# A module made of these alone only embeds tokens.
 _OF_EMBEDDINGS = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity)
 _TASK_TYPES = {"sequence": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "image": None}
 
@@ -162,7 +162,7 @@ def simpler_model(config: RunConfig, model: Any) -> tuple[str, int] | None:
         shapes = build_model(name, num_labels=model.config.num_labels)
         keys, count = f'name = "{name}"', sum(p.numel() for p in shapes.parameters())
     elif config.task == "text-classification" and weights_of(config.model.name) is not None:
-        # What transformers calls the head; peft keeps the original of one that it trains.
+        # transformers calls the head `classifier`; peft keeps an untrained copy of it.
         sizes = {n: p.numel() for n, p in model.named_parameters() if "original_module" not in n}
         count = sum(size for name, size in sizes.items() if "classifier" in name)
         keys = 'train_only = ["*classifier*"]' if count else ""

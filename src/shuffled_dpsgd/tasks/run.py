@@ -170,7 +170,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         raise
     more: dict[str, Any] = {**count_parameters(private.model), "heldout_scores": {}}
     if outcome.finished:
-        # Before anything else can fail: the budget of this model is spent.
+        # Saved before anything else can fail, because its budget is spent.
         _save(run)
         with _scored(run) as model:
             if leads:
@@ -190,7 +190,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
 
 def _settings(run: PreparedRun) -> LoopSettings:
     training, private = run.config.training, run.private
-    # On a GPU, running out of memory is an error to learn from; on a CPU it swaps.
+    # Running out of memory is an error on a GPU; a CPU swaps.
     searches = training.physical_batch_size is None and private.device.type == "cuda"
     return LoopSettings(
         checkpoint_dir=run.directory / "checkpoints",

@@ -134,7 +134,7 @@ def write_start(directory: Path, config: RunConfig, data: MapStyle) -> None:
     with open(descriptor, "w", encoding="utf-8") as file:
         json.dump(known, file)
     stated = config.to_json() | {_BY_METHOD: list(config.by_method)}
-    # Renamed when complete: a folder with half a configuration could not be resumed.
+    # Renamed once complete: half a configuration could not be resumed.
     unfinished = directory / UNFINISHED
     unfinished.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(directory / CONFIG_FILE)

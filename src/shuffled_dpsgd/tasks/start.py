@@ -16,7 +16,7 @@ from shuffled_dpsgd.training import assemble
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.units import Units
 
-# May differ between machines. The contents of the folders are compared when they are loaded.
+# Keys that may differ between machines; what the folders hold is compared once loaded.
 _OF_A_MACHINE = ("data.path", "model.name", "training.device", "training.num_threads")
 
 
@@ -83,7 +83,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=decay)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    # One pass over memory, where the default takes one per operation.
+    # The fused kernel makes a single pass over memory.
     return kind(parameters, lr=rate, weight_decay=decay, fused=True)
 
 

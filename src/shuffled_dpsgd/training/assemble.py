@@ -167,7 +167,7 @@ def make_private(
             pad_batches all batches have that shape. ε counts what it costs, which from about 1.2
             times the expected size on is nothing.
     """
-    # All of them, by name: a parameter that is not passed on by hand cannot be forgotten.
+    # From `locals()`, so that a new parameter cannot be forgotten here.
     options = dict(locals())
     del options["model"], options["optimizer"]
     private = assemble(model, optimizer, PrivacyOptions(**options))
@@ -357,7 +357,7 @@ def _engine(
                 expected="clip='flat' and loss_reduction='sum' with 'opacus'",
                 got=(plan.clip, plan.loss_reduction),
             )
-        # The same calls, which is all that training makes of an engine.
+        # It has the methods of ClippingEngine that training calls.
         return OpacusEngine(model, clip_norm=gradient_clip(plan))  # type: ignore[return-value]
     unclipped = math.isinf(plan.clip_norm)
     assert options.strategy is not None, "filled in on construction"

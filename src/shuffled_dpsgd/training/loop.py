@@ -189,7 +189,7 @@ def _run(
             private.backward(per_sample_loss(private.model, batch))
             private.step()
     except BudgetExhaustedError:
-        # Steps before a crash, repeated with other sums: there is no budget for them.
+        # Steps lost in a crash were repeated with other sums: no releases are left for the rest.
         return
 
 
@@ -253,7 +253,7 @@ class _Observer:
             callback(progress)
         due = private.steps_taken % self.settings.checkpoint_every == 0
         self.is_due = self.is_due or due or bool(self.told)
-        # A secure run cannot go on with a block of banded noise that it left.
+        # A run without a seed cannot resume inside a block of banded noise.
         if self.is_due and private.between_blocks:
             if self.told:
                 private.pause()

@@ -92,7 +92,7 @@ def prospect_of(plan: PrivacyPlan) -> Prospect:
     ]
     noises = [block.noise_multiplier * math.sqrt(block.dimension) for block in plan.blocks]
     if plan.bands > 1:
-        # What is left in the last weights, spread evenly over the steps.
+        # Noise left in the last weights, spread evenly over the steps.
         left = noise_of_sum(plan.noise_rows, plan.num_steps) / math.sqrt(plan.num_steps)
         noises = [noise * left for noise in noises]
     return Prospect(

@@ -302,17 +302,24 @@ def scaled_rows(g_BTP: Tensor, factors_B: Tensor) -> Tensor:
 
 
 def weighted_outer_sum(
-    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor | None = None
+    x_BTD: Tensor,
+    g_BTP: Tensor,
+    factors_B: Tensor,
+    out_PD: Tensor | None = None,
+    accumulate: bool = True,
 ) -> Tensor:
-    """sum_b f_b g_b^T x_b, (P, D); added into `out_PD` when that is given."""
-    scaled = scaled_rows(g_BTP, factors_B).flatten(0, 1)
-    kept = widen(x_BTD)
+    """sum_b f_b g_b^T x_b, (P, D); added to `out_PD` if given, or written there to overwrite it."""
+    factors_B11 = factors_B.to(accumulator_dtype(x_BTD, g_BTP))[:, None, None]
+    x_BTD, g_BTP = widen(x_BTD), widen(g_BTP)
     if may_hold_zeros(factors_B):
-        kept = torch.where((factors_B == 0)[:, None, None], 0.0, kept)
-    kept = kept.flatten(0, 1)
-    if out_PD is None:
-        return scaled.mT @ kept
-    return out_PD.addmm_(scaled.mT, kept)
+        x_BTD, g_BTP = (torch.where(factors_B11 == 0, 0.0, side) for side in (x_BTD, g_BTP))
+    # On the smaller operand.
+    if x_BTD.shape[2] < g_BTP.shape[2]:
+        x_BTD = x_BTD * factors_B11
+    else:
+        g_BTP = g_BTP * factors_B11
+    left, right = g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1)
+    return left @ right if out_PD is None else out_PD.addmm_(left, right, beta=int(accumulate))
 
 
 def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:

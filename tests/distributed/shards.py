@@ -683,7 +683,6 @@ def refusals() -> dict[str, str]:
         "untied": attempt(fully_shard(apart)),
         "compiled": attempt(fully_shard(compiled)),
         "wrapped by a compiler": attempt(fully_shard(optimized)),
-        "ghost": attempt(fully_shard(square()), strategy="ghost"),
         "unaccounted": attempt(fully_shard(square()), sampling="unaccounted"),
         "opacus": attempt(fully_shard(square()), method="opacus"),
         "inside": attempt(fully_shard(around)),

@@ -20,7 +20,7 @@ from shuffled_dpsgd.clipping.arguments import (
 )
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.batch_checks import BatchChecks
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CountedRows, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CountedRows
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.checks import refusals
@@ -56,8 +56,8 @@ class ClippingEngine:
         clip_norm: Bound on a sample's contribution.
         clip: "flat" (min(1, C/norm)), "automatic" (C/(norm + 0.01)), "per-layer" (flat, each of
             the L layers to C/sqrt(L)) or "none".
-        strategy: "bookkeeping" (one backward, cheapest route per call), "mixed" (one backward,
-            the rule 2T² < PD), "instantiate" (per-sample gradients) or "ghost" (two backwards).
+        strategy: How norms are found: "bookkeeping" (the cheapest way per call), "mixed" (by the
+            rule 2T² < PD), "instantiate" (per-sample gradients) or "ghost" (Gram matrices).
         loss_reduction: Whether the scalar given to `backward()` is the sum or the mean of the
             samples' losses.
         check_rate: The share of backwards, chosen at random, in which the batch is run once more
@@ -111,12 +111,12 @@ class ClippingEngine:
         self._slots = build.build_slots(model, self._recorder)
         self._recorder.slots = self._slots
         if sharding is not None:
-            refusals.refuse_sharded(self._slots, sharding.modules, strategy)
+            refusals.refuse_sharded(self._slots, sharding.modules)
         shapes = {name: p.shape for name, p in self._parameters.items()}
         rule = make_rule(
             self._slots, shapes, owned, clip=clip, clip_norm=self.clip_norm, strategy=strategy
         )
-        self._schedule = schedule_for(strategy, rule, sharding)
+        self._schedule = schedule_for(rule, sharding)
         self._recorder.receive = self._schedule.receive
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
@@ -188,7 +188,7 @@ class ClippingEngine:
     def backward(
         self, losses: Tensor, loss_scale: float = 1.0, *, counted: int | None = None
     ) -> None:
-        """Backward of per-sample losses, shape (B,): the call every strategy understands.
+        """Backward of per-sample losses, shape (B,).
 
         `loss_scale` multiplies the losses against underflow in float16 and is divided out again
         of norms and sums. `loss_reduction` plays no part here.
@@ -212,13 +212,7 @@ class ClippingEngine:
         batch.scale = 1.0 / loss_scale
         batch.has_losses = True
         total = counting.sum() if loss_scale == 1.0 else counting.sum() * loss_scale
-        if self.strategy != "ghost":
-            total.backward()
-        else:
-            batch.phase = Phase.NORMS
-            total.backward(retain_graph=True)
-            batch.phase = Phase.SUMS
-            total.backward()
+        total.backward()
         if not batch.closed:
             raise InvalidArgumentError(
                 "losses",
@@ -395,7 +389,7 @@ class ClippingEngine:
     def _is_half_done(self) -> bool:
         """Whether a backward that adds to the sums layer by layer failed half way."""
         latest = self._recorder.latest
-        return latest is not None and not latest.closed and bool(latest.settling.squares)
+        return latest is not None and not latest.closed and latest.settling.half_done
 
     def _refuse_half_done(self) -> None:
         if self._is_half_done():

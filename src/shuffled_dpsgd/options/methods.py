@@ -46,7 +46,7 @@ METHODS: Mapping[str, Choices] = MappingProxyType(
             allowed={**_BASELINE, "strategy": ("mixed",)},
         ),
         "ghost": Choices(
-            summary="DP-SGD with ghost clipping, two backward passes; noise by Rényi DP",
+            summary="DP-SGD with ghost clipping, norms by Gram matrices; noise by Rényi DP",
             allowed={**_BASELINE, "strategy": ("ghost",)},
         ),
         "opacus": Choices(

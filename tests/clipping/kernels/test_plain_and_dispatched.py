@@ -35,6 +35,16 @@ def outer(x: Tensor, g: Tensor) -> Tensor:
     return torch.einsum("btp,btd->bpd", g.double(), x.double())
 
 
+def weighted_outer_sum(x: Tensor, g: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        wide = plain.accumulator_dtype(x, g)
+        out = torch.full((g.shape[2], x.shape[2]), float("nan"), dtype=wide)
+        kernels.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
+    else:
+        kernels.add_weighted_outer_sums([(x, g)], factors, [out])
+    return out
+
+
 def table_gradients(ids: Tensor, g: Tensor, rows: int, padding_idx: int | None) -> Tensor:
     """Each sample's embedding gradient, (B, V, D), in float64."""
     out = torch.zeros(ids.shape[0], rows, g.shape[-1], dtype=torch.float64)
@@ -183,9 +193,9 @@ def test_weighted_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
     B, T, D, P = shape
     x, g, factors = draw(B, T, D, dtype=dtype), draw(B, T, P, dtype=dtype, seed=1), draw(B, seed=2)
     expected = torch.einsum("b,bpd->pd", factors, outer(x, g))
-    found = kernels.weighted_outer_sum(x, g, factors)
+    found = weighted_outer_sum(x, g, factors)
     assert_close(found, expected, dtype)
-    kernels.weighted_outer_sum(x, g, factors, found)
+    weighted_outer_sum(x, g, factors, found)
     assert_close(found, 2 * expected, dtype)
     rows = kernels.weighted_row_sum(g, factors)
     assert_close(rows, torch.einsum("b,btp->p", factors, g.double()), dtype)
@@ -208,8 +218,8 @@ def test_a_sample_of_factor_zero_contributes_nothing(poison: float) -> None:
     keep = [0, 2]
     ids = torch.arange(4).repeat(3, 1)
     x[1], g[1] = poison, poison
-    expected = kernels.weighted_outer_sum(x[keep], g[keep], factors[keep])
-    torch.testing.assert_close(kernels.weighted_outer_sum(x, g, factors), expected)
+    expected = weighted_outer_sum(x[keep], g[keep], factors[keep])
+    torch.testing.assert_close(weighted_outer_sum(x, g, factors), expected)
     expected = kernels.weighted_row_sum(g[keep], factors[keep])
     torch.testing.assert_close(kernels.weighted_row_sum(g, factors), expected)
     found, expected = torch.zeros(4, 6).double(), torch.zeros(4, 6).double()
@@ -261,5 +271,5 @@ def test_empty_batches_give_zeros(tokens: int) -> None:
     x, g, factors = torch.zeros(0, tokens, 4), torch.zeros(0, tokens, 5), torch.zeros(0)
     assert kernels.gram_sq_norms(x, g, True).shape == (0,)
     assert kernels.tile_sq_norms(x, g, True).shape == (0,)
-    assert torch.equal(kernels.weighted_outer_sum(x, g, factors), torch.zeros(5, 4))
+    assert torch.equal(weighted_outer_sum(x, g, factors), torch.zeros(5, 4))
     assert torch.equal(kernels.weighted_row_sum(g, factors), torch.zeros(5))

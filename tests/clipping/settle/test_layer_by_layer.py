@@ -172,7 +172,19 @@ def test_half_copies_of_weights_do_not_wait_for_the_backward() -> None:
         assert torch.equal(found[True][name], total)
 
 
-def test_two_backwards_are_refused() -> None:
-    model, _ = make()
-    with pytest.raises(InvalidArgumentError, match="one backward per batch for a sharded model"):
-        ClippingEngine(model, strategy="ghost", sharding=OneOfTwo())
+def test_a_batch_that_was_added_half_way_is_not_counted_twice() -> None:
+    class Failing(OneOfTwo):
+        def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+            if len(self.scattered) == 1:
+                raise MemoryError("out of memory")
+            return super().scatter(sums)
+
+    model, ids = make()
+    with (engine := ClippingEngine(model, sharding=Failing())), pytest.raises(MemoryError):
+        engine.backward(losses_of(model, ids))
+    with pytest.raises(InvalidArgumentError, match=r"reset\(\)"):
+        engine.clipped_sum()
+    with engine, pytest.raises(InvalidArgumentError, match=r"reset\(\)"):
+        engine.backward(losses_of(model, ids))
+    engine.reset()
+    assert not any(total.any() for total in engine.clipped_sum().values())

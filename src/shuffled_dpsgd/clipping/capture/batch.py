@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,6 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 
 # Which call of which part of which slot: (slot index, part, number of the call).
 CallKey = tuple[int, int, int]
-
-
-class Phase(Enum):
-    """Which backward over a batch is running."""
-
-    ONLY = "the only one"
-    NORMS = "the first of two: norms"
-    SUMS = "the second of two: sums"
 
 
 class Entry(NamedTuple):
@@ -52,18 +43,17 @@ class Settling:
 
     `entries` are filed by group. Norm layers wait in `unsummed` for others of their kind; once
     summed they stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
-    `squares` and `factors` are (B,) squared norms and clip factors by group.
+    It is `half_done` while some of the batch is in the sums and some is not.
     """
 
-    __slots__ = ("entries", "factors", "norm_runs", "squares", "unsummed", "unsummed_bytes")
+    __slots__ = ("entries", "half_done", "norm_runs", "unsummed", "unsummed_bytes")
 
     def __init__(self) -> None:
         self.entries: defaultdict[int, list[Entry]] = defaultdict(list)
         self.unsummed: list[Entry] = []
         self.unsummed_bytes = 0
         self.norm_runs: list[tuple[list[Slot], Tensor]] = []
-        self.squares: dict[int, Tensor] = {}
-        self.factors: dict[int, Tensor] = {}
+        self.half_done = False
 
 
 class CapturedBatch:
@@ -86,7 +76,6 @@ class CapturedBatch:
         "device",
         "has_losses",
         "input_B",
-        "phase",
         "rows_per_sample",
         "scale",
         "settling",
@@ -103,7 +92,6 @@ class CapturedBatch:
         self.rows_per_sample = 1
         self.device = device
         self.scale = scale
-        self.phase = Phase.ONLY
         self.calls = [0] * slots
         self.has_losses = False
         self.closed = False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
@@ -175,8 +175,7 @@ class Listener:
         if batch.closed:
             _refuse_misuse(batch, None)
         self._recorder.pass_on(batch, slot, slot.heard(batch.size, x, g))
-        if batch.phase is not Phase.NORMS:
-            self._x = None
+        self._x = None
 
 
 class _ListenerLast(OrderedDict[int, Any]):

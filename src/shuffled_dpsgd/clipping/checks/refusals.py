@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import UnsupportedModuleError
 
 _LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 _LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -185,21 +185,13 @@ def already_replaced(path: str) -> UnsupportedModuleError:
     )
 
 
-def refuse_sharded(slots: Iterable[Slot], modules: Sequence[nn.Module], strategy: str) -> None:
+def refuse_sharded(slots: Iterable[Slot], modules: Sequence[nn.Module]) -> None:
     """Refuse what would run parts of a sharded model by itself: ranks would wait for each other.
 
     Raises:
         UnsupportedModuleError: a rule that runs a module for its own checks, around a module whose
             weights are gathered when it runs.
-        InvalidArgumentError: a strategy with two backwards, each of which would gather weights.
     """
-    if strategy == "ghost":
-        raise InvalidArgumentError(
-            "strategy",
-            expected="one backward per batch for a sharded model",
-            got="ghost, which has two",
-            remedy="use strategy='bookkeeping'",
-        )
     gathered = set(map(id, modules))
     for slot in slots:
         below = [child for child in slot.module.modules() if child is not slot.module]

@@ -10,7 +10,7 @@ A *contribution* describes every sample's gradient of one parameter without stor
 - `RowSumGrad`     a sum over positions, for biases
 - `DenseGrad`      the per-sample gradients themselves, for norms and the generic rule
 
-All of them know their squared norms, their stored form, and their weighted sum over the batch.
+All of them know their squared norms and their stored form. `settle/many_layers.py` adds them up.
 """
 
 from __future__ import annotations
@@ -35,13 +35,6 @@ class Contribution(Protocol):
 
     def stored(self, shape: torch.Size) -> Tensor:
         """(B, *shape): every sample's gradient."""
-        ...
-
-    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
-        """The factor-weighted sum over the batch, added into `out` where that is given.
-
-        A factor of zero contributes zero, whatever the sample holds.
-        """
         ...
 
 
@@ -71,11 +64,6 @@ class OuterGrad:
     def stored(self, shape: torch.Size) -> Tensor:
         return kernels.outer_products(self.left_BTR, self.right_BTC).view(-1, *shape)
 
-    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
-        flat = None if out is None else out.view(self.left_BTR.shape[2], -1)
-        total = kernels.weighted_outer_sum(self.right_BTC, self.left_BTR, factors_B, flat)
-        return total.view(shape)
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RowsGrad:
@@ -97,12 +85,9 @@ class RowsGrad:
             source = source.masked_fill((self.ids_BT == self.padding_idx).unsqueeze(2), 0)
         return table_BVD.scatter_add_(1, self.ids_BT.unsqueeze(2).expand(-1, -1, D), source)
 
-    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
-        if out is None:
-            out = factors_B.new_zeros(shape)
-        return kernels.weighted_embedding_sum(
-            self.ids_BT, self.grad_BTD, factors_B, self.padding_idx, out
-        )
+    def add_sum(self, factors_B: Tensor, out: Tensor) -> None:
+        """Add the factor-weighted sum over the batch; a factor of zero adds zero."""
+        kernels.weighted_embedding_sum(self.ids_BT, self.grad_BTD, factors_B, self.padding_idx, out)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -122,10 +107,9 @@ class DenseGrad:
     def stored(self, shape: torch.Size) -> Tensor:
         return self.grads_BS.view(-1, *shape)
 
-    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
-        flat = None if out is None else out.view(-1)
-        rows_B1S = self._rows().unsqueeze(1)
-        return kernels.weighted_row_sum(rows_B1S, factors_B, flat).view(shape)
+    def add_sum(self, factors_B: Tensor, out: Tensor) -> None:
+        """Add the factor-weighted sum over the batch; a factor of zero adds zero."""
+        kernels.weighted_row_sum(self._rows().unsqueeze(1), factors_B, out.view(-1))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,10 +127,6 @@ class RowSumGrad:
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self._stored().view(-1, *shape)
-
-    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
-        flat = None if out is None else out.view(-1)
-        return kernels.weighted_row_sum(self.grad_BTP, factors_B, flat).view(shape)
 
 
 def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: NormMethod) -> Tensor:

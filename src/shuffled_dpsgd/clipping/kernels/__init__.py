@@ -15,7 +15,6 @@ from shuffled_dpsgd.clipping.kernels.linear_maps import (
     row_sq_norms,
     tile_sq_norm_sums,
     tile_sq_norms,
-    weighted_outer_sum,
 )
 from shuffled_dpsgd.clipping.kernels.norm_layers import norm_sum_runs
 from shuffled_dpsgd.clipping.kernels.plain import (
@@ -46,6 +45,5 @@ __all__ = [
     "tile_sq_norm_sums",
     "tile_sq_norms",
     "weighted_embedding_sum",
-    "weighted_outer_sum",
     "weighted_row_sum",
 ]

@@ -189,17 +189,3 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """`plain.tile_sq_norms` by the fastest means at hand."""
     return tile_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
-
-
-def weighted_outer_sum(
-    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor | None = None
-) -> Tensor:
-    """`plain.weighted_outer_sum` by the fastest means at hand."""
-    if out_PD is None:
-        dtype = plain.accumulator_dtype(x_BTD, g_BTP)
-        shape = (g_BTP.shape[2], x_BTD.shape[2])
-        out_PD = torch.empty(shape, dtype=dtype, device=x_BTD.device)
-        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD], accumulate=False)
-    else:
-        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
-    return out_PD

@@ -7,18 +7,17 @@ that this rank owns. All ranks go through all layers in the same order, whatever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
-from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
-from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms, waits_for_others
+from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, SettleSchedule, summed_norms
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
 Scatter = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
@@ -34,42 +33,30 @@ class Bucket:
     dtype: torch.dtype
 
 
-class LayerByLayer:
+class LayerByLayer(SettleSchedule):
     """One factor per sample and bucket, at the backward's end; `scatter` begins to send sums.
 
     Without per-layer clipping all buckets have the same factors. No bucket is larger than the
     largest layer.
     """
 
+    most_waiting = math.inf
+
     def __init__(self, rule: ClippingRule, scatter: Scatter) -> None:
-        self.rule = rule
+        super().__init__(rule)
         self._scatter = scatter
         self._buckets: list[Bucket] = []
 
-    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-        if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
-            batch.settling.unsummed.append(Entry(slot, capture))
-            return
-        if slot.fixed_route is None:
-            capture = slot.decide(capture, self.rule.choose)
-        batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
-
-    def finish(self, batch: CapturedBatch) -> None:
-        norms_B = self._settle_all(batch)
-        self.rule.totals.norms.append(norms_B[: batch.counted])
-        batch.close()
-
     @full_float32()
     def _settle_all(self, batch: CapturedBatch) -> Tensor:
-        rule, kept = self.rule, batch.settling
-        totals = rule.totals.sums
+        rule, totals = self.rule, self.rule.totals.sums
         self._buckets = self._buckets or list(buckets(rule, totals))
         layers = [self._layers(bucket, batch) for bucket in self._buckets]
         squares = [settled.squares() for settled in layers]
         norms_B = rule.norms([part_B for parts in squares for part_B in parts], batch)
         whole_B = None if rule.per_group else rule.factors(norms_B, batch)
-        # Also says that parts of this batch are in the sums, until all of them are.
-        kept.squares[0] = norms_B
+        # Parts of this batch are in the sums from now on, until all of them are.
+        batch.settling.half_done = True
         arriving: Callable[[], dict[str, Tensor]] = dict
         for bucket, settled, parts in zip(self._buckets, layers, squares, strict=True):
             sums = {

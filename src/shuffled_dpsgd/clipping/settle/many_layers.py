@@ -275,7 +275,7 @@ def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tenso
         )
     for name, part in parts:
         if isinstance(part, RowsGrad | DenseGrad):
-            part.weighted_sum(factors_B, sums[name].shape, sums[name])
+            part.add_sum(factors_B, sums[name])
 
 
 def _add_norm_run(

@@ -1,47 +1,30 @@
-"""When norms and sums are computed: at the end of the backward, group by group, or in two passes.
+"""When norms and sums are computed: for all layers at once, or layer by layer.
 
-A schedule receives every entry of a batch while its backward runs and turns them into running
-totals. All schedules compute the same sums; they differ in what they keep and for how long.
+A schedule receives every entry of a batch while its backward runs, and turns them into running
+totals when it ends. Both schedules compute the same sums.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase, Settling
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Settling
 from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 from shuffled_dpsgd.clipping.settle.totals import Totals
-from shuffled_dpsgd.errors import InvalidArgumentError
-
-# Norm layers wait for each other until their inputs and gradients take this much memory.
-_MAX_UNSUMMED_BYTES = 1 << 29
-
-
-class SettleSchedule(Protocol):
-    """Turns a batch's entries into totals, by its `rule`."""
-
-    rule: ClippingRule
-
-    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-        """Take one call of a slot, during the backward."""
-        ...
-
-    def finish(self, batch: CapturedBatch) -> None:
-        """Settle what is left, after the backward."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,46 +66,51 @@ class ClippingRule:
         return factors_B if batch.scale == 1.0 else factors_B.mul_(batch.scale)
 
 
-class WholeGradient:
-    """Book-keeping: one factor per sample from the norm over all groups, at the backward's end."""
+class SettleSchedule(ABC):
+    """Turns a batch's entries into totals, by its `rule`."""
+
+    # Norm layers wait for each other until their inputs and gradients take this much memory.
+    most_waiting: ClassVar[float] = 1 << 29
 
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
     def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        """Take one call of a slot, during the backward."""
         if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
-            self._put_off(batch.settling, slot, capture)
+            kept = batch.settling
+            kept.unsummed.append(Entry(slot, capture))
+            kept.unsummed_bytes += capture.x_BTD.nbytes + capture.g_BTD.nbytes
+            if kept.unsummed_bytes > self.most_waiting:
+                kept.norm_runs += summed_norms(kept.unsummed)
+                kept.unsummed, kept.unsummed_bytes = [], 0
             return
         if slot.fixed_route is None:
             capture = slot.decide(capture, self.rule.choose)
         batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
 
-    def _put_off(self, kept: Settling, slot: Slot, norm: UnsummedNorm) -> None:
-        """Let a norm layer wait for others, unless all that wait hold too much memory by now."""
-        kept.unsummed.append(Entry(slot, norm))
-        kept.unsummed_bytes += norm.x_BTD.nbytes + norm.g_BTD.nbytes
-        if kept.unsummed_bytes > _MAX_UNSUMMED_BYTES:
-            kept.norm_runs += summed_norms(kept.unsummed)
-            kept.unsummed, kept.unsummed_bytes = [], 0
-
     def finish(self, batch: CapturedBatch) -> None:
-        with self.rule.totals.adding() as (sums, new):
-            norms_B = self._settle_all(batch, sums, new)
+        """Finalize the batch, after its backward."""
+        norms_B = self._settle_all(batch)
         self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
-    @full_float32()
-    def _settle_all(self, batch: CapturedBatch, sums: dict[str, Tensor], new: bool) -> Tensor:
-        """Add the batch's clipped gradients to `sums`; returns the samples' norms.
+    @abstractmethod
+    def _settle_all(self, batch: CapturedBatch) -> Tensor:
+        """Add the batch's clipped gradients to the totals; returns the samples' norms."""
 
-        Sums that are `new` hold nothing yet.
-        """
-        rule = self.rule
-        kept = batch.settling
+
+class WholeGradient(SettleSchedule):
+    """One factor per sample, from the norm over all groups."""
+
+    @full_float32()
+    def _settle_all(self, batch: CapturedBatch) -> Tensor:
+        rule, kept = self.rule, batch.settling
         filed = [(rule.groups[index], entries) for index, entries in kept.entries.items()]
         layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
-        norms_B = rule.norms(layers.squares(), batch)
-        layers.add_sums(rule.factors(norms_B, batch), sums, new)
+        with rule.totals.adding() as (sums, new):
+            norms_B = rule.norms(layers.squares(), batch)
+            layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
 
@@ -141,58 +129,3 @@ def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     pairs = [(norm.x_BTD, norm.g_BTD) for norm in norms]
     runs = kernels.norm_sum_runs(pairs, [norm.eps for norm in norms])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
-
-
-class TwoPasses:
-    """Ghost clipping: a first backward for the norms, a second for the sums, nothing kept between.
-
-    The second pass weights every layer's gradient by the sample's factor in float32, instead of
-    weighting the losses, so that half precision cannot push a contribution over the bound.
-    """
-
-    def __init__(self, rule: ClippingRule) -> None:
-        self.rule = rule
-
-    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-        group = self.rule.groups[slot.sharing.group]
-        if batch.phase is Phase.SUMS:
-            self._add(batch, group, slot.contributions(capture))
-            return
-        if batch.phase is Phase.ONLY:
-            raise InvalidArgumentError(
-                "strategy",
-                expected="engine.backward(losses), because ghost clipping needs two backwards",
-                got="loss.backward() under strategy='ghost'",
-                remedy="call engine.backward(losses) or use strategy='bookkeeping'",
-            )
-        entries = batch.settling.entries[group.index]
-        entries.append(Entry(slot, capture))
-        if group.is_complete(batch, entries):
-            self._settle(batch, group)
-
-    def finish(self, batch: CapturedBatch) -> None:
-        if batch.phase is Phase.SUMS:
-            batch.close()
-            return
-        for index in list(batch.settling.entries):
-            self._settle(batch, self.rule.groups[index])
-        norms_B = self.rule.norms(batch.settling.squares.values(), batch)
-        self.rule.totals.norms.append(norms_B[: batch.counted])
-        whole_B = self.rule.factors(norms_B, batch)
-        for index, squares_B in batch.settling.squares.items():
-            batch.settling.factors[index] = (
-                self.rule.factors(self.rule.norms([squares_B], batch), batch)
-                if self.rule.per_group
-                else whole_B
-            )
-
-    @full_float32()
-    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
-        entries = batch.settling.entries.pop(group.index)
-        parts = contributions_of(entries)
-        batch.settling.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
-
-    @full_float32()
-    def _add(self, batch: CapturedBatch, group: LayerGroup, parts: Iterable[Named]) -> None:
-        factors_B = batch.settling.factors[group.index]
-        group.add_sums(parts, factors_B, self.rule.totals.sums)

@@ -6,12 +6,12 @@ parameter's gradient needs both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
+from shuffled_dpsgd.clipping.capture.batch import Entry
 from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
@@ -35,10 +35,6 @@ class LayerGroup:
         for slot in slots:
             slot.sharing = Sharing(group=index, shared=self.shared)
 
-    def is_complete(self, batch: CapturedBatch, entries: Sequence[Entry]) -> bool:
-        """Whether every call the forward made has been recorded, so that no more can come."""
-        return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
-
     def sq_norms(
         self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
     ) -> Tensor:
@@ -53,19 +49,6 @@ class LayerGroup:
             by_name.setdefault(name, []).append(part)
         norms = [joint_sq_norms(found, self.shapes[n], choose) for n, found in by_name.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
-
-    def add_sums(self, parts: Iterable[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
-        """Add the clipped gradients of these contributions to the running sums."""
-        for name, part in parts:
-            sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
-
-
-def contributions_of(entries: Sequence[Entry]) -> list[Named]:
-    """What the entries contribute to each parameter; to be asked for once.
-
-    To be called in full float32, as all that is computed from it.
-    """
-    return [part for entry in entries for part in entry.slot.contributions(entry.capture)]
 
 
 def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[LayerGroup]:

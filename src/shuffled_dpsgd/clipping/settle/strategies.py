@@ -12,12 +12,7 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
-from shuffled_dpsgd.clipping.settle.schedules import (
-    ClippingRule,
-    SettleSchedule,
-    TwoPasses,
-    WholeGradient,
-)
+from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, SettleSchedule, WholeGradient
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.runtime.shards import Sharding
@@ -46,12 +41,10 @@ def make_rule(
     )
 
 
-def schedule_for(strategy: str, rule: ClippingRule, sharding: Sharding | None) -> SettleSchedule:
-    """The schedule of one of the engine's strategies; of several ranks, layer by layer."""
+def schedule_for(rule: ClippingRule, sharding: Sharding | None) -> SettleSchedule:
+    """All layers at once; layer by layer on several ranks, or with a factor for each layer."""
     if sharding is not None and sharding.ranks > 1:
         return LayerByLayer(rule, sharding.scatter)
-    if strategy == "ghost":
-        return TwoPasses(rule)
     if rule.per_group:
         return LayerByLayer(rule, lambda sums: partial(dict, sums))
     return WholeGradient(rule)

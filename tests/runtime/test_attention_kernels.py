@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.runtime.attention import AttentionKernels, same_attention
+from shuffled_dpsgd.runtime.attention import allowed_kernels, same_attention
+
+MATH = frozenset({SDPBackend.MATH})
 
 
 class Attends(nn.Module):
@@ -25,18 +28,18 @@ class Attends(nn.Module):
 
 
 def test_kernels_are_put_back() -> None:
-    before = AttentionKernels.allowed()
-    with same_attention(AttentionKernels(math=True, flash=False, efficient=False, cudnn=False)):
-        assert AttentionKernels.allowed() == (True, False, False, False)
-    assert AttentionKernels.allowed() == before
+    before = allowed_kernels()
+    with same_attention(MATH):
+        assert allowed_kernels() == MATH
+    assert allowed_kernels() == before
 
 
 def test_a_batch_is_run_again_with_the_kernels_of_its_forward() -> None:
-    seen: list[AttentionKernels] = []
+    seen: list[frozenset[SDPBackend]] = []
     model = nn.Linear(4, 2)
-    model.register_forward_pre_hook(lambda *_: seen.append(AttentionKernels.allowed()))
+    model.register_forward_pre_hook(lambda *_: seen.append(allowed_kernels()))
     engine = ClippingEngine(model, check_rate=1.0)
-    wanted = AttentionKernels(math=True, flash=False, efficient=False, cudnn=False)
+    wanted = MATH
     with engine:
         with same_attention(wanted):
             losses = model(torch.randn(3, 4)).square().sum(1)

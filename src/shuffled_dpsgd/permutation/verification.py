@@ -22,6 +22,7 @@ from shuffled_dpsgd.permutation.discovery import discover
 from shuffled_dpsgd.permutation.drawing import draw
 from shuffled_dpsgd.permutation.moving import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
+from shuffled_dpsgd.runtime.replay import without_a_trace
 
 Loss = Callable[[Any], Tensor]
 # Outputs, loss, and gradients by parameter.
@@ -124,21 +125,17 @@ def verify(
 @contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, every parameter differentiable, `.grad` set aside; all put back after."""
-    modes = {module: module.training for module in model.modules()}
-    kept = {p: (p.requires_grad, p.grad) for p in model.parameters()}
-    try:
+    kept = {p: p.requires_grad for p in model.parameters()}
+    with without_a_trace(model):
         model.eval()
-        for parameter in kept:
-            parameter.grad = None
-            if parameter.is_floating_point():
-                parameter.requires_grad_(True)
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for parameter, (requires_grad, grad) in kept.items():
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = grad
+        try:
+            for parameter in kept:
+                parameter.grad = None
+                parameter.requires_grad_(parameter.is_floating_point())
+            yield
+        finally:
+            for parameter, requires_grad in kept.items():
+                parameter.requires_grad_(requires_grad)
 
 
 def _evaluate(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> _Result:

@@ -9,29 +9,25 @@ for every new shape of a batch, which takes 0.1 s on an H200.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+
+_OTHERS = {SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION}
+
+
+def allowed_kernels() -> frozenset[SDPBackend]:
+    """Which kernels PyTorch may choose now; each draws other dropout masks from the same state."""
+    return frozenset(_cur_sdpa_kernel_backends())
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
     """Have PyTorch take its other kernels inside, unless the user left it no other."""
-    kinds = torch.backends.cuda
-    others = (
-        kinds.math_sdp_enabled(),
-        kinds.flash_sdp_enabled(),
-        kinds.mem_efficient_sdp_enabled(),
-    )
-    if not (kinds.cudnn_sdp_enabled() and any(others)):
+    others = allowed_kernels() & _OTHERS
+    with sdpa_kernel([*others]) if others else nullcontext():
         yield
-        return
-    kinds.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        kinds.enable_cudnn_sdp(True)
 
 
 @contextmanager
@@ -42,51 +38,18 @@ def without_fast_attention() -> Iterator[None]:
     which has no shape. In training they call their layers, so they do here. And cuDNN plans for
     every new shape of attention: a check sees a shape once.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with without_cudnn_attention():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-class AttentionKernels(NamedTuple):
-    """Which kernels PyTorch may choose from; each draws other dropout masks from the same state."""
-
-    math: bool
-    flash: bool
-    efficient: bool
-    cudnn: bool
-
-    @classmethod
-    def allowed(cls) -> AttentionKernels:
-        """Those that may be chosen now."""
-        kinds = torch.backends.cuda
-        return cls(
-            kinds.math_sdp_enabled(),
-            kinds.flash_sdp_enabled(),
-            kinds.mem_efficient_sdp_enabled(),
-            kinds.cudnn_sdp_enabled(),
-        )
-
-    def allow(self) -> None:
-        """Have PyTorch choose from these."""
-        kinds = torch.backends.cuda
-        kinds.enable_math_sdp(self.math)
-        kinds.enable_flash_sdp(self.flash)
-        kinds.enable_mem_efficient_sdp(self.efficient)
-        kinds.enable_cudnn_sdp(self.cudnn)
+    kernels = allowed_kernels()
+    with same_attention(kernels & _OTHERS or kernels):
+        yield
 
 
 @contextmanager
-def same_attention(kernels: AttentionKernels) -> Iterator[None]:
+def same_attention(kernels: frozenset[SDPBackend]) -> Iterator[None]:
     """Have a second run choose from these kernels, and not from shortcuts for inference."""
-    before, shortcut = AttentionKernels.allowed(), torch.backends.mha.get_fastpath_enabled()
+    shortcut = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    kernels.allow()
     try:
-        yield
+        with sdpa_kernel([*kernels]):
+            yield
     finally:
-        before.allow()
         torch.backends.mha.set_fastpath_enabled(shortcut)

@@ -21,11 +21,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import CannotReplayError
-from shuffled_dpsgd.runtime.attention import AttentionKernels, same_attention
+from shuffled_dpsgd.runtime.attention import allowed_kernels, same_attention
 from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.output_tensors import batch_axes_of, tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
@@ -49,7 +50,7 @@ class Call:
     versions: list[int]
     before: RandomStates
     autocast: tuple[str, bool, torch.dtype]
-    attention: AttentionKernels
+    attention: frozenset[SDPBackend]
     cotangents: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     is_random: bool = False
@@ -66,7 +67,7 @@ class Call:
             versions=versions_of(args, kwargs),
             before=RandomStates.of_model(model),
             autocast=(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            attention=AttentionKernels.allowed(),
+            attention=allowed_kernels(),
         )
 
     @property

@@ -25,8 +25,8 @@ from shuffled_dpsgd.permutation.comparison import (
     function_outputs,
     output_deviation,
 )
-from shuffled_dpsgd.runtime.random_states import randomness_kept
-from shuffled_dpsgd.runtime.replay import BatchedInputs
+from shuffled_dpsgd.runtime.attention import without_fast_attention
+from shuffled_dpsgd.runtime.replay import BatchedInputs, without_a_trace
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
@@ -77,11 +77,7 @@ class ShuffleCheck:
             self._inputs = None
 
     def try_out(self) -> None:
-        """Move every group once and back again, at the first batch; nothing is drawn.
-
-        Raises:
-            InvarianceError: naming the first group that changes the outputs.
-        """
+        """At the first batch: move every group and back; name one that changes outputs."""
         if self._was_tried or self._inputs is None:
             return
         self._was_tried = True
@@ -97,11 +93,7 @@ class ShuffleCheck:
     def watching(
         self, permutation: Permutation, optimizer: torch.optim.Optimizer
     ) -> Iterator[None]:
-        """Around the move of model and optimizer by `permutation`; compares if it is time to.
-
-        Raises:
-            InvarianceError: the outputs are others; everything has been moved back.
-        """
+        """Around a move: compares if it is time; other outputs move all back and raise."""
         due = self._inputs is not None and self._is_due()
         self._num_shuffles += 1
         if not due:
@@ -165,25 +157,18 @@ class ShuffleCheck:
     def _outputs(self) -> list[Outputs]:
         """In evaluation mode; at first also in the present mode, if nothing is random there."""
         with self._unsharded():
-            return self._outputs_of_this_rank()
-
-    def _outputs_of_this_rank(self) -> list[Outputs]:
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
+            modes = {module: module.training for module in self._model.modules()}
+            self._model.eval()
             found = [self._call(seed=0)]
-        finally:
             for module, training in modes.items():
                 module.training = training
-        early = self._num_shuffles <= _IN_BOTH_MODES
-        if early and any(modes.values()) and self._repeats_in_training is not False:
-            found.append(self._call(seed=0))
-            if self._repeats_in_training is None:
-                again = self._call(seed=1)
-                self._repeats_in_training = _worst(found[1:], [again]) == 0.0
-                if not self._repeats_in_training:
-                    found.pop()
-        return found
+            early = self._num_shuffles <= _IN_BOTH_MODES
+            if early and any(modes.values()) and self._repeats_in_training is not False:
+                found.append(self._call(seed=0))
+                if self._repeats_in_training is None:
+                    again = self._call(seed=1)
+                    self._repeats_in_training = _worst(found[1:], [again]) == 0.0
+            return found if self._repeats_in_training else found[:1]
 
     def _call(self, seed: int) -> Outputs:
         device = next(self._model.parameters()).device.type
@@ -217,27 +202,20 @@ class ShuffleCheck:
 
     @contextmanager
     def _probing(self) -> Iterator[float]:
-        """No gradients, no shortcuts, every generator put back; yields the tolerance."""
-        fast = torch.backends.mha.get_fastpath_enabled()
-        # Torch's fast path for inference is other code than training runs.
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with (
-                torch.no_grad(),
-                randomness_kept(),
-                eagerly(),
-                warnings.catch_warnings(action="ignore"),
-            ):
-                if self._needs_autocast is None:
-                    with self._unsharded():
-                        self._needs_autocast = self._cannot_do_without_autocast()
-                least = _HALF_TOLERANCE if self._needs_autocast else 0.0
-                dtypes = frozenset[torch.dtype]()
-                if self._sharding is not None:
-                    dtypes = self._sharding.computed_in
-                yield max(default_tolerance(self._model, dtypes), least)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+        """No gradients, no shortcuts, the model as it was afterwards; yields the tolerance."""
+        with (
+            torch.no_grad(),
+            without_a_trace(self._model),
+            without_fast_attention(),
+            eagerly(),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            if self._needs_autocast is None:
+                with self._unsharded():
+                    self._needs_autocast = self._cannot_do_without_autocast()
+            least = _HALF_TOLERANCE if self._needs_autocast else 0.0
+            dtypes = () if self._sharding is None else self._sharding.computed_in
+            yield max(default_tolerance(self._model, dtypes), least)
 
     def _unsharded(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sharding is None else self._sharding.unsharded()

@@ -35,10 +35,7 @@ def require_share(argument: str, value: Any) -> float:
 def require_losses(
     losses: Tensor, batch: CapturedBatch | None, counted: int | None, *, any_count: bool
 ) -> CapturedBatch:
-    """One loss for each sample of the latest forward, of which the first `counted` count.
-
-    Unless `any_count`, that may be none.
-    """
+    """One loss per sample; the first `counted` count, at least one of them if `any_count`."""
     if batch is None:
         raise InvalidArgumentError(
             "losses",

@@ -10,10 +10,7 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 
 
 class Attachment:
-    """Replaces the forwards of modules by those of their slots.
-
-    A forward in a module's `__dict__` hides the one of its class. Nothing else of a module changes.
-    """
+    """Puts slots' forwards into modules' `__dict__`, where they hide those of the classes."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots

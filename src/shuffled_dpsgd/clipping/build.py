@@ -27,11 +27,7 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
 
 
 def build_slots(model: nn.Module, recorder: CaptureRecorder) -> list[Slot]:
-    """A slot for every module that must book-keep, in the order of the module tree.
-
-    Raises:
-        UnsupportedModuleError: some trainable parameter cannot be handled exactly.
-    """
+    """A slot for every module that must book-keep, in the order of the tree; or a refusal."""
     names = canonical_names(model)
     refusals.refuse_hooks(model)
     slots: list[Slot] = []
@@ -100,11 +96,7 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
 
 
 def refuse_changes(structure: Structure) -> None:
-    """Refuse a model whose modules or parameters are not those of before.
-
-    Raises:
-        UnsupportedModuleError: naming the first that is new or gone.
-    """
+    """Refuse a model whose modules or parameters are not those of before, naming the first."""
     change = structure.find_change()
     if change is not None:
         raise UnsupportedModuleError(

@@ -263,10 +263,7 @@ class ClippingEngine:
 
     @property
     def num_checked_by_coin(self) -> int:
-        """Those of them in the first batch and in batches chosen at random.
-
-        The others are of batches unlike any before: how many depends on the records' lengths.
-        """
+        """Those of them in the first batch or one chosen at random; the rest depends on lengths."""
         return self._checks.num_by_coin
 
     @property
@@ -336,10 +333,7 @@ class ClippingEngine:
         self._checks.has_samples = any_count
 
     def plan(self) -> Plan:
-        """How each parameter's norms are found, with the cost rule's figures; prints as a table.
-
-        Linear maps are decided anew by every call; the plan shows the latest.
-        """
+        """How the latest calls found the norms, with figures; prints as a table."""
         return describe(self._schedule.rule.groups, self._schedule.rule.choose)
 
     def reset(self) -> None:
@@ -410,12 +404,7 @@ class ClippingEngine:
         refusals.refuse_stray_gradients(self._parameters, self._gradients)
 
     def _settle_check(self) -> None:
-        """Finish the checks of the latest batch, before anything of it is handed out.
-
-        Raises:
-            UnsupportedModuleError: what was booked for a sample is not its gradient. Norms and
-                sums are forgotten.
-        """
+        """Finish the checks of the latest batch, before anything of it is handed out."""
         latest = self._recorder.latest
         is_over = latest is None or latest.closed
         if is_over and latest is self._settled:

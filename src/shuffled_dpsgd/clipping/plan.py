@@ -40,10 +40,7 @@ class PlanRow:
 
 
 class Plan(tuple[PlanRow, ...]):
-    """All rows, in the order of the model; prints as a table.
-
-    `kernels` names, for everything this process has computed, the kernels that did it.
-    """
+    """All rows, in the order of the model, and the kernels that ran so far; prints as a table."""
 
     kernels: dict[str, tuple[str, ...]]
 

@@ -48,10 +48,7 @@ class HiddenUnits:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A block, or a part of several kinds of blocks.
-
-    With attention, hidden units and norms it is a whole block on the residual stream.
-    """
+    """A block, or a part of one; with attention, hidden units and norms it is on the stream."""
 
     attention: Attention | None = None
     hidden: HiddenUnits | None = None
@@ -113,10 +110,7 @@ def describe_layer(sketch: Sketch, path: str, names: Layer) -> None:
 
 
 def _describe_hidden_units(sketch: Sketch, path: str, names: HiddenUnits) -> None:
-    """Theorem 1, if the activation in between maps every entry by itself.
-
-    Gated units (several `up`) multiply entry by entry, so they share the permutation.
-    """
+    """Theorem 1 for an elementwise activation; gated units share the permutation."""
     activation = attrgetter(names.activation)(sketch.modules[path])
     if not is_elementwise(activation):
         for name in (*names.up, names.down):
@@ -129,10 +123,7 @@ def _describe_hidden_units(sketch: Sketch, path: str, names: HiddenUnits) -> Non
 
 
 def _describe_attention(sketch: Sketch, path: str, names: Attention, *, whole: bool) -> None:
-    """Theorem 2 for one attention, whether it attends to its own stream or to another.
-
-    `whole`: it is all there is at `path`.
-    """
+    """Theorem 2 for one attention, to its own stream or another; `whole` if alone at `path`."""
     module = sketch.modules[path]
     written = [sketch.outputs(join(path, name)) for name in names.reads]
     if len(written) == 1:

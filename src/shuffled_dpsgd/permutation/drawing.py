@@ -31,10 +31,7 @@ class Permutation:
         return tuple(self.packed.split([layout.size for layout in self.spec.layouts]))
 
     def index(self, parameter: str, axis: int) -> torch.Tensor:
-        """The index vector along one axis of one parameter.
-
-        Raises `InvalidArgumentError` if that axis does not move.
-        """
+        """The index vector along one axis of one parameter; one that does not move is refused."""
         for moving, layout in self.spec.axes_of.get(parameter, ()):
             if moving == axis:
                 return self.indices[layout]

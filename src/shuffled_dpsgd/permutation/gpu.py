@@ -70,10 +70,7 @@ class Launch:
 
 
 def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
-    """Whether the kernels can move a tensor shaped like the named parameter.
-
-    A subclass may hold its data elsewhere or in parts; its address would mean nothing.
-    """
+    """Whether the kernels serve the tensor; the address of a subclass would mean nothing."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     shape, size = matrix_shapes(spec)[name], tensor.element_size()

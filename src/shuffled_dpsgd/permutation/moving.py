@@ -91,10 +91,7 @@ def _move(permutation: Permutation, moving: Sequence[Named]) -> None:
 
 
 def gather_(tensor: torch.Tensor, axes: Sequence[OnAxis]) -> None:
-    """tensor[i, j, ...] = tensor[index_0[i], index_1[j], ...] in place, for the axes given.
-
-    Every index must be a permutation of its axis.
-    """
+    """tensor[i, j, ...] = tensor[index_0[i], index_1[j], ...] in place, by permutations."""
     *others, (axis, index) = axes
     moved = tensor if others else tensor.clone()
     for other, along in others:
@@ -155,11 +152,7 @@ def _optimizer_tensors(
 
 
 def _is_whole(name: str, tensor: torch.Tensor) -> bool:
-    """Whether one rank holds all rows of a sharded tensor.
-
-    Raises:
-        UnsupportedModuleError: the tensor is spread in another way than by its rows, in order.
-    """
+    """Whether one rank holds all rows of a sharded tensor; refused if spread in another way."""
     axis = RowAxis.of(tensor)
     if axis.ranks is None:
         raise UnsupportedModuleError(

@@ -59,10 +59,7 @@ def move(permutation: Permutation, tensors: Sequence[Named], gather_: Gather) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RowTransfer:
-    """Which of its rows a rank sends, in order of their receivers, and where it puts those it gets.
-
-    `sent_to` and `got_from` count rows by rank, those that stay included.
-    """
+    """The rows a rank sends, by receiver, and where it puts those it gets; with counts by rank."""
 
     sent: Tensor
     sent_to: list[int]

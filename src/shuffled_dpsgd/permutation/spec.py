@@ -81,10 +81,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisLayout:
-    """One index vector: all (parameter, axis) pairs in `targets` are indexed by the same vector.
-
-    `pieces` lists the groups that act on the axis, in order, each with its block.
-    """
+    """One index vector, shared by all `targets`; groups act on it in the order of `pieces`."""
 
     size: int
     pieces: tuple[tuple[int, Block], ...]

@@ -51,10 +51,7 @@ class _Tracer(fx.Tracer):
 
 
 def describe_traced(sketch: Sketch, path: str, skip: frozenset[str]) -> None:
-    """Add the groups of the module at `path`, or of its children where it cannot be traced.
-
-    Modules whose class is in `skip` are described elsewhere.
-    """
+    """Add the groups at `path`, or of its children if untraceable; not of classes in `skip`."""
     module = sketch.modules[path]
     if class_name(module) in skip:
         return

@@ -53,10 +53,7 @@ def permute_rows(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """All rows of COLS columns; ROWS is no less than the number of rows.
-
-    All addresses and the lengths of all rows are multiples of ALIGNMENT bytes.
-    """
+    """All rows of COLS columns; ROWS is no less than the rows, all aligned to ALIGNMENT bytes."""
     job = jobs + tl.load(programs + tl.program_id(0)) * FIELDS
     base = tl.load(pointers + tl.load(job)).to(tl.pointer_type(ELEMENT))
     rows = tl.load(job + 1)

@@ -36,10 +36,7 @@ TAKEN: defaultdict[str, set[str]] = defaultdict(set)
 
 @functools.cache
 def triton_available() -> bool:
-    """Whether Triton can be imported; `SHUFFLED_DPSGD_TRITON=0` turns it off.
-
-    Answered once in a process, without importing Triton.
-    """
+    """Whether Triton can be imported, which this does not do; `SHUFFLED_DPSGD_TRITON=0` says no."""
     if os.environ.get(TRITON_SWITCH, "1") == "0":
         return False
     return importlib.util.find_spec("triton") is not None

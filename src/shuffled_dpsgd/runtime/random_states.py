@@ -103,10 +103,7 @@ def seed_all(seed: int) -> None:
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes the types that are computed in, and whether torch draws numbers besides dropout.
-
-    A mask with more entries than `size`, the number of samples, is one of dropout.
-    """
+    """Notes the types computed in, and draws besides dropout masks of more than `size` entries."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -122,10 +122,7 @@ def spread_like(part: Tensor, whole: Tensor) -> Tensor:
 
 
 class LiveParameters(Mapping[str, nn.Parameter]):
-    """The trainable parameters of a model as they are now, by name.
-
-    While a sharded module runs, the whole weights stand in the place of its shards.
-    """
+    """The trainable parameters as they are now, by name: whole while their module runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
@@ -146,10 +143,7 @@ class LiveParameters(Mapping[str, nn.Parameter]):
 
 
 class Sharding(Protocol):
-    """A model whose rows are spread over `ranks`, as those see it that compute with it.
-
-    `modules` are gathered and freed as wholes, each just before and after it runs.
-    """
+    """A model with rows spread over `ranks`; `modules` are gathered and freed as wholes."""
 
     @property
     def ranks(self) -> int: ...
@@ -174,10 +168,7 @@ class Sharding(Protocol):
         ...
 
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-        """Inside `unsharded`, around a forward and its backward: parameters get no gradients.
-
-        `take` gets the whole gradient of each, by name, as soon as it is known.
-        """
+        """Inside `unsharded`: `take` gets whole gradients by name as they come, parameters none."""
         ...
 
     def reshard(self) -> None:
@@ -185,8 +176,5 @@ class Sharding(Protocol):
         ...
 
     def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Begin to add up sums shaped like whole parameters; collective.
-
-        What is returned waits for this rank's rows of the total.
-        """
+        """Begin to add up whole sums; collective. The result waits for this rank's rows."""
         ...

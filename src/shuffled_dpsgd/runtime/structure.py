@@ -44,10 +44,7 @@ class Structure:
         return self._model() is model and same_objects(_held([model, *self._below]), self._held)
 
     def find_change(self) -> Change | None:
-        """Where the model has changed since, None if nowhere; parameters that are new come first.
-
-        A model that no longer exists has not changed.
-        """
+        """Where the model has changed, new parameters first; None if nowhere, or gone."""
         model = self._model()
         if model is None or self.fits(model):
             return None

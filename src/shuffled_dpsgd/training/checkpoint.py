@@ -182,10 +182,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """A checkpoint that was read and fits the run; `mark` is a digest of all its files.
-
-    `weights` is empty if the model has them already, or if shards are read later.
-    """
+    """A checkpoint that fits the run, with a digest of all files; `weights` may be read later."""
 
     source: Path
     mark: str
@@ -230,11 +227,7 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
 
 
 def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
-    """The files that this rank verifies: all, but its part of the shards only.
-
-    Raises:
-        CheckpointError: a sharded run wrote it and this is none, or the other way round.
-    """
+    """All files, but of shards only its own part; a run of the other kind is refused."""
     shards = [name for name in listed_files(source) if name not in (WEIGHTS, _STATE, _RUN)]
     if bool(shards) != private.is_sharded:
         kinds = {True: "a sharded run", False: "a run with whole weights on every rank"}
@@ -328,11 +321,7 @@ def _save_weights(model: torch.nn.Module, folder: Path, *, whole: bool) -> None:
 
 
 def _read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights; none if it has their digest only, and the model has the weights.
-
-    Raises:
-        CheckpointError: they do not fit the model, or the model has others.
-    """
+    """The weights, if they fit; none if there is only their digest, which the model must have."""
     with safe_open(source / WEIGHTS, framework="pt") as file:
         digest = (file.metadata() or {}).get(_DIGEST)
     if digest is None:

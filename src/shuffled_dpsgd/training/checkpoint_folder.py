@@ -62,11 +62,7 @@ def finish_files(folder: Path, names: Iterable[str], durable: Mapping[str, str])
 
 
 def listed_files(source: Path) -> dict[str, str]:
-    """The hash of every file in a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: it has none, or one of another format.
-    """
+    """The hash of every file in a checkpoint's manifest, which must be of our format."""
     path = source / MANIFEST
     if not path.is_file():
         raise _broken(source, f"{source}: no {MANIFEST}, so not a complete checkpoint")

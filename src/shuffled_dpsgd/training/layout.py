@@ -48,10 +48,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A fixed shape of physical batches: at most `size` samples of at most `length` tokens.
-
-    `room` is how many samples of a logical batch are put into batches of this shape.
-    """
+    """At most `size` samples of at most `length` tokens, for `room` samples of a logical batch."""
 
     length: int
     size: int

@@ -77,10 +77,7 @@ def make_plan(
 
 
 def _banded(options: PrivacyOptions) -> tuple[PrivacyOptions, Rows]:
-    """Options with the noise that a block of steps needs, and its rows; none if steps are alone.
-
-    The noise of a block belongs to the weights as if they had never moved.
-    """
+    """Options and rows for noise of blocks of steps, as if the weights had never moved."""
     if options.noise != "banded":
         return options, ()
     if options.shuffle == "every-step":

@@ -42,10 +42,7 @@ C0, C1, C2, C3 = (
 def add_normal_(
     flat: Tensor, *, key: bytes, place: noise.Place, std: float, divide_by: float
 ) -> None:
-    """flat = (flat + std * normal) / divide_by in place, for the coordinates from `place` on.
-
-    `flat` is a contiguous float32 vector.
-    """
+    """flat = (flat + std * normal) / divide_by in place, from `place` on; contiguous float32."""
     count, first = flat.numel(), place.first
     assert flat.dtype == torch.float32
     assert flat.is_contiguous()

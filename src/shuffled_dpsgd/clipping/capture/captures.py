@@ -35,10 +35,7 @@ class InputAndGradient(Capture):
 
 @dataclass(slots=True, eq=False)
 class Projection(Capture):
-    """Input and output gradient of the projection `part` of an attention layer.
-
-    `route` as in `InputAndGradient`.
-    """
+    """The same of projection `part` of an attention layer."""
 
     part: int
     x: Tensor
@@ -48,10 +45,7 @@ class Projection(Capture):
 
 @dataclass(slots=True, eq=False)
 class UnsummedNorm(Capture):
-    """A layer norm over the last axis whose per-sample sums are still to be made.
-
-    So that many layers can share one launch.
-    """
+    """A layer norm whose per-sample sums are still to be made, with others in one launch."""
 
     x_BTD: Tensor
     g_BTD: Tensor
@@ -60,10 +54,7 @@ class UnsummedNorm(Capture):
 
 @dataclass(slots=True, eq=False)
 class StoredGradients(Capture):
-    """Per-sample gradients of a weight and of a bias, where there is one or the other.
-
-    `squares_B` are the squared norms of the weight's, if they are known.
-    """
+    """Per-sample gradients of weight and bias; the squared norms of the weight's, if known."""
 
     weight_BS: Tensor | None
     bias_BS: Tensor | None
@@ -72,10 +63,7 @@ class StoredGradients(Capture):
 
 @dataclass(slots=True, eq=False)
 class StoredWeight(Capture):
-    """Per-sample gradients of a weight, and the output gradient that its bias is summed from.
-
-    `part` is the projection of an attention layer.
-    """
+    """Per-sample gradients of a weight, and the output gradient that its bias is summed from."""
 
     weight_BS: Tensor
     g: Tensor

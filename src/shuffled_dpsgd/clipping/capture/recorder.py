@@ -80,10 +80,7 @@ class CaptureRecorder:
     def record(
         self, batch: CapturedBatch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
     ) -> Tensor | None:
-        """Pass on the tensors found by one call of one slot; called from the slot's backward.
-
-        Returns the gradient of the anchor: under a compiler a number nobody reads, else None.
-        """
+        """Pass on a call's tensors from its backward; a compiler gets a gradient for the anchor."""
         tensors = [tensor for tensor in found if tensor is not None]
         if torch.compiler.is_compiling():
             # Dynamo traces a backward where its forward is called, so this is the call's number.

@@ -55,10 +55,7 @@ def unfolded(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Which group a slot belongs to; set once, by the group.
-
-    The slot is `shared` if a parameter of its group is used in more than one place.
-    """
+    """A slot's group, and whether a parameter of the group is used in several places."""
 
     group: int
     shared: bool
@@ -155,18 +152,12 @@ class Slot:
         """What one call contributes to each parameter, by model name."""
 
     def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
-        """(B,) squared norms over all parameters of the slot, from the contributions of a call.
-
-        Only where no parameter is shared and there is no other call.
-        """
+        """(B,) squared norms over its parameters, if it was called once and none is shared."""
         norms = [part.sq_norms() for _, part in parts]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
     def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        """Have the cost rule decide, once per call, how norms are found; returns what to keep.
-
-        That is the capture with its route, or per-sample gradients stored in its place.
-        """
+        """The capture with the way to its norm, once per call; or stored gradients instead."""
         return capture
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
@@ -174,10 +165,7 @@ class Slot:
         return InputAndGradient(x, g)
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
-        """The capture of what a backward gave to `CaptureRecorder.record`: tensors and a part.
-
-        Tensors that were None there are left out.
-        """
+        """The capture of the tensors that `CaptureRecorder.record` was given, None left out."""
         return InputAndGradient(tensors[0], tensors[1])
 
     def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:

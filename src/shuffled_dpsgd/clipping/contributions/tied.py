@@ -30,10 +30,7 @@ _ROUNDING_ULPS = 4.0
 def joint_sq_norms(
     parts: Sequence[Contribution], shape: torch.Size, choose: cost.Chooser
 ) -> Tensor:
-    """(B,) squared norms of the per-sample sums of `parts`, all of one parameter of `shape`.
-
-    `choose` decides the route of those that are joined.
-    """
+    """(B,) squared norms of the per-sample sums of `parts`, all of one parameter of `shape`."""
     merged = [*_merge_outers(parts, choose), *_merge_rows(parts), *_merge_dense(parts, shape)]
     if len(merged) == 1:
         return merged[0].sq_norms()

@@ -79,11 +79,7 @@ def outer_sums(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def gram_norms(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """The module whose norms by Gram matrices are fastest on this device, if any serves.
-
-    `width` is the number of inputs or outputs, whichever is larger. Very wide layers of halves are
-    left to `plain`, which shares the features out.
-    """
+    """The module for norms by Gram matrices; very wide halves are left to `plain`."""
     if dtype in HALF and width > MAX_GRAM_WIDTH:
         return None
     return "triton.linear" if may_take(KERNELS, device) else None
@@ -102,10 +98,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy whose rows are aligned, with unused room at their ends where that takes some.
-
-    Rows of odd length keep both Triton's and the vendor's matrix kernels from wide loads.
-    """
+    """A copy with aligned rows: those of odd length keep matrix kernels from wide loads."""
     step = ROW_ALIGNMENT_BYTES // tensor.element_size()
     width = tensor.shape[-1] if tensor.dim() else step
     if not tensor.is_cuda or width < MIN_WIDTH or width % step == 0:

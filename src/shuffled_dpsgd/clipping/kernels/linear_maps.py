@@ -49,10 +49,7 @@ def alike(pairs: Sequence[Pair], labels: Sequence[object]) -> list[list[int]]:
 
 
 def gram_sq_norm_sums(pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
-    """(B,) tensors that add up to the sum of all pairs' `plain.gram_sq_norms`.
-
-    Layers of one shape share a launch.
-    """
+    """(B,) tensors that add up to all `plain.gram_sq_norms`; layers of one shape share a launch."""
     found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
@@ -69,10 +66,7 @@ def gram_sq_norm_sums(pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Ten
 
 
 def tile_sq_norm_sums(pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
-    """(B,) tensors that add up to the sum of all pairs' `plain.tile_sq_norms`.
-
-    Layers of one shape share a launch.
-    """
+    """(B,) tensors that add up to all `plain.tile_sq_norms`; layers of one shape share a launch."""
     found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]

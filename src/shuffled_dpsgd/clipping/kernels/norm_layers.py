@@ -30,10 +30,7 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
 def norm_sum_runs(
     pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float]
 ) -> list[tuple[list[int], Tensor]]:
-    """`plain.norm_sums` of every (x_BTD, g_BTD), stacked for layers of one shape.
-
-    Each result names the pairs it is of and holds their sums, (L, B, 2, D).
-    """
+    """Indices of pairs of one shape, and their stacked `plain.norm_sums`, (L, B, 2, D)."""
     found: list[tuple[list[int], Tensor]] = []
     for run in alike(pairs, epsilons):
         eps = epsilons[run[0]]

@@ -112,10 +112,7 @@ def products_in_shares(
 
 
 def stretch(width: int) -> int:
-    """The width that counts for what `inner_products` cut off on tensor cores.
-
-    Shares are added up as usual, with half a unit of rounding each.
-    """
+    """The width that counts for what tensor cores cut off; shares add half a unit each."""
     return width if width < 2 * SHARE else SHARE + 8 * (width // SHARE + 1)
 
 
@@ -129,10 +126,7 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
 def reach(
     x_BTD: Tensor, g_BTP: Tensor, bias: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """(B,) sum_t |x_t| |g_t|: the length of all terms of a sample's gradient together.
-
-    A bias sees one more input, which is always one.
-    """
+    """(B,) sum_t |x_t| |g_t|, the length of all terms; a bias sees one more input, which is one."""
     wide = accumulator_dtype(x_BTD, g_BTP) if dtype is None else dtype
     x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=wide)
     if bias:
@@ -227,10 +221,7 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
-    """Squared norm of each sample's table gradient.
-
-    Tokens that share a row are added up first, in float64, at the place of the first of them.
-    """
+    """Squared norms of table gradients; tokens that share a row are added up first, in float64."""
     B, T, D = g_BTD.shape
     if padding_idx is not None:
         g_BTD = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, g_BTD)

@@ -210,10 +210,7 @@ class GenericSlot(CopiesSlot):
                 self.unbatched.add(place)
 
     def _finds_unbatched(self, call: ModuleCall) -> bool:
-        """Whether the check passes once one input is taken to have the batch's length by chance.
-
-        Positions of shape (T,) do, whenever there are as many samples as tokens.
-        """
+        """Whether the check passes if one input, such as positions (T,), has length B by chance."""
         for place in batched_leaves(call.leaves, call.size, self.unbatched)[1:]:
             self.unbatched.add(place)
             try:

@@ -133,10 +133,7 @@ def _joined(slot: CopiesSlot, place: int, parts: list[Any]) -> Any:
 
 
 def batched_leaves(leaves: list[Any], length: int, unbatched: Container[int] = ()) -> list[int]:
-    """Positions of the tensors whose first axis has the length of the batch.
-
-    Those known to be `unbatched` have it by accident.
-    """
+    """Positions of tensors as long as the batch, but `unbatched` ones, by accident so."""
     axes = [x.shape[:1] if isinstance(x, Tensor) else () for x in leaves]
     return [i for i, axis in enumerate(axes) if axis == (length,) and i not in unbatched]
 
@@ -152,10 +149,7 @@ def _rows_of_a_sample(slot: Slot, leaves: list[Any], size: int) -> int:
 
 
 def _rows(slot: CopiesSlot, output: Any, rows: int) -> Tensor:
-    """A sample's rows of an output: as many as of the input, or what a comparison has agreed to.
-
-    A router may be given (B, T, D) and return (B T, E).
-    """
+    """A sample's rows: as many as of the input, or what was compared (of a router)."""
     fits = isinstance(output, Tensor) and output.dim() > 0
     if not fits or (output.shape[0] != rows and not slot.is_compared):
         raise UnsupportedModuleError(

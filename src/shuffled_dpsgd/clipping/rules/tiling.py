@@ -57,10 +57,7 @@ class TilingConvSlot(LinearSlot):
         return out.reshape(*out.shape[:-1], *places).contiguous()
 
     def tiles(self, x: Tensor) -> Tensor:
-        """(B, L, C), or (B, K, L, C): each output position's numbers side by side.
-
-        Under autocast they are cast first, so that less is copied.
-        """
+        """(B, L, C), or (B, K, L, C): each output position's numbers; cast first under autocast."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(device))

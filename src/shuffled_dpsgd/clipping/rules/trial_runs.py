@@ -14,10 +14,7 @@ from shuffled_dpsgd.runtime.attention import without_fast_attention
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Run without gradients, dropout or warnings; every training flag is put back.
-
-    For checks before the real forward, which will repeat any warning.
-    """
+    """No gradients, dropout or warnings inside, which the real forward will repeat."""
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:

@@ -91,10 +91,7 @@ def _add_to(totals: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
 
 
 def buckets(rule: ClippingRule, totals: Mapping[str, Tensor]) -> Iterator[Bucket]:
-    """The layers in order, put together while they are no larger than the largest of them.
-
-    With per-layer clipping each has factors of its own, and so a bucket of its own.
-    """
+    """The layers in order, together while no larger than the largest; each by itself per layer."""
     sizes = [sum(shape.numel() for shape in group.shapes.values()) for group in rule.groups]
     most = 0 if rule.per_group else max(sizes)
     taken: list[LayerGroup] = []

@@ -44,10 +44,7 @@ _LINEAR_NORMS = {
 
 @dataclass(slots=True, eq=False)
 class LinearLayer:
-    """A linear map that shares nothing: its tensors, and the names of its weight and bias.
-
-    The weight is `transposed` if it is stored as (D, P).
-    """
+    """A linear map that shares nothing; `transposed` if its weight is stored as (D, P)."""
 
     x_BTD: Tensor
     g_BTP: Tensor
@@ -156,10 +153,7 @@ class ManyLayers:
         return found
 
     def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool = False) -> None:
-        """Add the factor-weighted sums over the batch to the running sums.
-
-        Sums that are `new` hold nothing yet, not even zeros.
-        """
+        """Add the weighted sums to `sums`, which hold nothing, not even zeros, if `new`."""
         rounds = list(_rounds(self._parts, OuterGrad))
         matrices = {name for name, _ in rounds[0]} if rounds else set()
         written = matrices | self._linear_names

@@ -43,10 +43,7 @@ class ClippingRule:
     totals: Totals
 
     def norms(self, squares: Iterable[Tensor], batch: CapturedBatch) -> Tensor:
-        """(B,) norms from squared parts, in terms of each sample's own loss.
-
-        Samples that do not count get infinite norms, hence a factor of zero under every clip.
-        """
+        """(B,) norms of samples' own losses; infinite for one that does not count."""
         parts = list(squares)
         if len(parts) == 1:
             norms_B = parts[0].sqrt()

@@ -38,10 +38,7 @@ class LayerGroup:
     def sq_norms(
         self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
     ) -> Tensor:
-        """(B,) squared norms of the group's gradients, cross terms included.
-
-        `parts` are the contributions of the entries; `choose` decides where several are joined.
-        """
+        """(B,) squared norms of the group's gradients from its `parts`, cross terms included."""
         if len(entries) == 1 and not self.shared:
             return entries[0].slot.sq_norms(parts)
         by_name: dict[str, list[Contribution]] = {}

@@ -27,10 +27,7 @@ def make_rule(
     clip_norm: float,
     strategy: str,
 ) -> ClippingRule:
-    """The rule of an engine whose parameters have these shapes, and of which this rank owns some.
-
-    Without sharding, `owned` are the whole parameters.
-    """
+    """The rule of an engine: shapes of whole parameters, and what of them this rank owns."""
     return ClippingRule(
         groups=group_slots(slots, shapes),
         choose=cost.STRATEGIES[strategy],

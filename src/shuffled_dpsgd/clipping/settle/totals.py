@@ -40,10 +40,7 @@ class Totals:
 
     @contextmanager
     def adding(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """The sums to add to, and whether they are new and hold nothing yet, not even zeros.
-
-        New sums are forgotten again if what should have filled them fails.
-        """
+        """The sums, and whether they are new and empty; new ones are forgotten on failure."""
         new = not self._sums
         if new:
             self._make(zero=False)

@@ -54,10 +54,7 @@ def add_up(  # type: ignore[no-untyped-def]
     todo, geometry, rings, GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
     HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """One group's rows of the block: the sum over samples of factor times product.
-
-    With BIAS also the rows of the bias, as products with ones.
-    """
+    """One group's rows of the block, with BIAS also of the bias, as products with ones."""
     factors_B, out, bias, out_row, out_col, add = todo
     B, segments, D, P, p, d = geometry
     total, total_1 = zeros()
@@ -106,10 +103,7 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, HAS_FEW: gl.constexpr,
     BIAS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
-    """One block of one layer's sum_b f_b g_b^T x_b.
-
-    With BIAS, blocks of the first columns also form their rows of sum_b f_b sum_t g_bt.
-    """
+    """A block of sum_b f_b g_b^T x_b; with BIAS, the first columns also sum f_b g_bt."""
     layer = gl.program_id(1)
     blocks_d = gl.cdiv(D, COLUMNS)
     p = (gl.program_id(0) // blocks_d) * (GROUPS * ROWS)

@@ -46,10 +46,7 @@ def gram_block(  # type: ignore[no-untyped-def]
     base, rows, cols, T, WIDTH, stride, SAME: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """<a_row, a_col> of two blocks of tokens, (BLOCK, BLOCK) float32; tokens past T give zero.
-
-    EVEN says that no load needs a mask: whole blocks of tokens, WIDTH a multiple of STEP.
-    """
+    """<a_row, a_col> of two blocks of tokens; past T they give zero. EVEN: no load needs a mask."""
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     k = tl.arange(0, STEP)
     row_ptrs = base + rows[:, None] * stride + k[None, :]
@@ -77,10 +74,7 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """One pair of token blocks of one sample of one layer: sum of <x_t, x_s> <g_t, g_s>.
-
-    Beside it the sum of |x_t| |g_t|, the length of all the terms that may cancel.
-    """
+    """Sums of <x_t, x_s> <g_t, g_s> and of |x_t| |g_t| for one pair of token blocks."""
     block, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i = block // NUM_BLOCKS
     j = block % NUM_BLOCKS

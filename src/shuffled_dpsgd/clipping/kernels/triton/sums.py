@@ -102,10 +102,7 @@ def may_read_past(tensor: Tensor, width: int) -> bool:
 
 
 def readable_width(tensor: Tensor) -> int:
-    """The width rounded up to 16 where rows can be read that far, else the width.
-
-    A mask that may end anywhere keeps loads from being wide.
-    """
+    """The width, rounded up to 16 where rows allow: a mask keeps loads from being wide."""
     width = tensor.shape[2]
     rounded = -(-width // 16) * 16
     return rounded if rounded <= tensor.stride(1) and may_read_past(tensor, rounded) else width
@@ -130,10 +127,7 @@ def weighted_outer_sums(
     outs: Sequence[Tensor],
     add: bool = True,
 ) -> None:
-    """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
-
-    Without `add`, what the outputs hold is overwritten.
-    """
+    """Add sum_b f_b g_b^T x_b of L layers of one shape into their `outs`, or overwrite these."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs), x.device)

@@ -57,10 +57,7 @@ def token_kernel(  # type: ignore[no-untyped-def]
     x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, SLICE: tl.constexpr, FEATURES: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of |x_t| |g_t| over one slice of one sample of one layer; with BIAS also of g_t.
-
-    Features past D and P up to the readable widths are read, for wide loads, and not used.
-    """
+    """Sums of |x_t| |g_t|, with BIAS of g_t, over a slice; padding is read, not used."""
     part, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = (layer * B + sample) * tl.num_programs(0) + part
     t = part * SLICE + tl.arange(0, SLICE)

@@ -45,8 +45,8 @@ class Hops:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_makes_few_hops_between_modules() -> None:
-    """Forward, backward and step of one physical batch of a tiny BERT, once its checks are made."""
+def test_a_usual_step_makes_few_hops_between_modules() -> None:
+    """Drawing a batch, forward, backward and step of a tiny BERT, under the default settings."""
     torch.manual_seed(0)
     case = bert_classifier()
     records = [
@@ -58,30 +58,30 @@ def test_a_step_makes_few_hops_between_modules() -> None:
         torch.optim.AdamW(case.model.parameters()),
         dataset_size=len(records),
         expected_batch_size=4,
-        num_steps=12,
+        num_steps=16,
         delta=1e-5,
         noise_multiplier=1.0,
         accounting="certified",
-        shuffle="off",
         physical_batch_size=64,
-        check_rate=0.0,
         seed=0,
     )
+    assert private.plan.shuffle == "every-step"
     hops: list[Counter[str]] = []
-    for batch in private.batches(records):
-        batch.pop("row")
+    before, batches = sys.getprofile(), iter(private.batches(records))
+    for _ in range(16):
         hop = Hops()
-        before = sys.getprofile()
         sys.setprofile(hop)
         try:
+            batch = next(batches)
+            batch.pop("row")
             private.backward(case.losses(case.model, batch))
             private.step()
         finally:
             sys.setprofile(before)
         hops.append(hop.counted)
-    fewest = min(hops, key=Counter.total)
-    assert fewest.total() > 200, "nothing was counted"
-    assert fewest.total() <= MOST_HOPS, fewest.most_common(40)
+    usual = sorted(hops, key=Counter.total)[len(hops) // 2]
+    assert usual.total() > 200, "nothing was counted"
+    assert usual.total() <= MOST_HOPS, usual.most_common(40)
 
 
 def test_an_engine_has_few_parts() -> None:

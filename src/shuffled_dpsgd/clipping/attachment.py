@@ -15,44 +15,36 @@ class Attachment:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._is_on = False
-        self._forwards = self._find_forwards()
+        self.renew()
 
     def put_on(self) -> None:
         """Have the modules called through their slots."""
         self._is_on = True
-        self._put()
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
 
     def take_off(self) -> None:
         """Leave the modules as they were."""
         self._is_on = False
-        self._take()
+        for attributes, _ in self._forwards:
+            attributes.pop("forward", None)
 
     def renew(self) -> None:
         """Look the forwards up again, after some slots were found to have folded inputs."""
-        self._forwards = self._find_forwards()
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = [
+            (slot.module.__dict__, slot.folded_forward() if slot.folded else slot.forward)
+            for slot in self._slots
+        ]
         if self._is_on:
-            self._put()
+            self.put_on()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the slots off inside the context, and restore what was before."""
-        self._take()
+        was_on = self._is_on
+        self.take_off()
         try:
             yield
         finally:
-            if self._is_on:
-                self._put()
-
-    def _find_forwards(self) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-        return [
-            (slot.module.__dict__, slot.folded_forward() if slot.folded else slot.forward)
-            for slot in self._slots
-        ]
-
-    def _put(self) -> None:
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
-
-    def _take(self) -> None:
-        for attributes, _ in self._forwards:
-            attributes.pop("forward", None)
+            if was_on:
+                self.put_on()

@@ -17,8 +17,6 @@ from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.rules import find_rule
 from shuffled_dpsgd.clipping.rules.broadcast import BroadcastSlot, can_broadcast
 from shuffled_dpsgd.clipping.rules.generic import GenericSlot, is_container
-from shuffled_dpsgd.errors import UnsupportedModuleError
-from shuffled_dpsgd.runtime.structure import Structure
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
@@ -93,15 +91,3 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     if not own:
         return None
     return BroadcastSlot if can_broadcast(module, own) else GenericSlot
-
-
-def refuse_changes(structure: Structure) -> None:
-    """Refuse a model whose modules or parameters are not those of before, naming the first."""
-    change = structure.find_change()
-    if change is not None:
-        raise UnsupportedModuleError(
-            change.name,
-            expected="the modules and parameters the engine was built on",
-            got=change.got,
-            remedy="build a new engine after changing the model; nobody would clip what is new",
-        )

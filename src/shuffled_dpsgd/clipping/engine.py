@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shuffled_dpsgd.clipping import build
 from shuffled_dpsgd.clipping.arguments import (
     require_choice,
     require_losses,
@@ -20,7 +19,8 @@ from shuffled_dpsgd.clipping.arguments import (
 )
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.batch_checks import BatchChecks
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CountedRows
+from shuffled_dpsgd.clipping.build import build_slots
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.checks import refusals
@@ -29,7 +29,7 @@ from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
+from shuffled_dpsgd.clipping.settle.strategies import make_schedule
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
@@ -108,20 +108,24 @@ class ClippingEngine:
         self._recorder = CaptureRecorder(self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
-        self._slots = build.build_slots(model, self._recorder)
+        self._slots = build_slots(model, self._recorder)
         self._recorder.slots = self._slots
         if sharding is not None:
             refusals.refuse_sharded(self._slots, sharding.modules)
         shapes = {name: p.shape for name, p in self._parameters.items()}
-        rule = make_rule(
-            self._slots, shapes, owned, clip=clip, clip_norm=self.clip_norm, strategy=strategy
+        self._schedule = make_schedule(
+            self._slots,
+            shapes,
+            owned,
+            clip=clip,
+            clip_norm=self.clip_norm,
+            strategy=strategy,
+            sharding=sharding,
         )
-        self._schedule = schedule_for(rule, sharding)
         self._recorder.receive = self._schedule.receive
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._gradients: list[Any] = []
-        self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
         self._checks = BatchChecks(
             model=model,
@@ -148,7 +152,7 @@ class ClippingEngine:
         self._reshard()
         refusals.refuse_batch_statistics(self._batch_norms)
         refusals.refuse_thawed(self._frozen)
-        build.refuse_changes(self._structure)
+        self._structure.refuse_change()
         refusals.refuse_replaced(self._slots)
         self._attachment.put_on()
         self.witness.listen()
@@ -194,8 +198,7 @@ class ClippingEngine:
         of norms and sums. `loss_reduction` plays no part here.
 
         With `counted`, only the first so many samples count; the others pad the batch to a shape
-        that is used again. They are in neither norms nor sums, whatever they hold, and recorded
-        work is shared by batches that differ in `counted` alone.
+        that is used again. They are in neither norms nor sums, whatever they hold.
         """
         loss_scale = require_positive("loss_scale", loss_scale)
         batch = require_losses(
@@ -207,7 +210,7 @@ class ClippingEngine:
         if counted is not None:
             counting, batch.counted = losses[:counted], counted
             self._checks.note_counted(counted)
-            batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
+            batch.counts_B = torch.arange(batch.size, device=losses.device) < counted
         self._checks.check_losses(batch, losses)
         batch.scale = 1.0 / loss_scale
         batch.has_losses = True
@@ -318,7 +321,7 @@ class ClippingEngine:
         """
         self._refuse_half_done()
         self._settle_check()
-        build.refuse_changes(self._structure)
+        self._structure.refuse_change()
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
                 "engine",
@@ -352,7 +355,7 @@ class ClippingEngine:
             self._refuse_half_done()
             self._settle_check()
             self._reshard()
-            build.refuse_changes(self._structure)
+            self._structure.refuse_change()
             refusals.refuse_batch_statistics(self._batch_norms)
         input_B = find_batch(args, kwargs)
         size, device = input_B.shape[0], input_B.device.type

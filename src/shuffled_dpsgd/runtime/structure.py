@@ -14,6 +14,8 @@ from weakref import ref
 
 from torch import nn
 
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -42,6 +44,17 @@ class Structure:
     def fits(self, model: nn.Module) -> bool:
         """Whether it is the same model, with the modules and parameters it had."""
         return self._model() is model and same_objects(_held([model, *self._below]), self._held)
+
+    def refuse_change(self) -> None:
+        """Refuse a model whose modules or parameters are not those of before, naming the first."""
+        change = self.find_change()
+        if change is not None:
+            raise UnsupportedModuleError(
+                change.name,
+                expected="the modules and parameters the engine was built on",
+                got=change.got,
+                remedy="build a new engine after changing the model; nobody would clip what is new",
+            )
 
     def find_change(self) -> Change | None:
         """Where the model has changed, new parameters first; None if nowhere, or gone."""

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import linear_maps, plain
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -17,7 +16,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gram_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
-    return kernels.gram_sq_norms(x, g, bias)
+    return linear_maps.gram_sq_norms(x, g, bias)
 
 
 def exact_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
@@ -94,7 +93,7 @@ def test_non_finite_samples_have_non_finite_norms(poison: float, token: int, sid
 def test_long_rows_keep_their_length(length: int) -> None:
     rows = 1.0 + 1e-3 * draw(2, length, seed=9)
     expected = rows.double().square().sum(1)
-    found = kernels.row_sq_norms(rows).double()
+    found = linear_maps.row_sq_norms(rows).double()
     torch.testing.assert_close(found, expected, rtol=5e-7, atol=0)
 
 

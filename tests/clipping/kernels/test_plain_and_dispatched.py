@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import linear_maps, plain
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 SHAPES = st.tuples(*(st.integers(1, 9) for _ in range(4)))
@@ -39,9 +38,9 @@ def weighted_outer_sum(x: Tensor, g: Tensor, factors: Tensor, out: Tensor | None
     if out is None:
         wide = plain.accumulator_dtype(x, g)
         out = torch.full((g.shape[2], x.shape[2]), float("nan"), dtype=wide)
-        kernels.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
+        linear_maps.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
     else:
-        kernels.add_weighted_outer_sums([(x, g)], factors, [out])
+        linear_maps.add_weighted_outer_sums([(x, g)], factors, [out])
     return out
 
 
@@ -55,7 +54,7 @@ def table_gradients(ids: Tensor, g: Tensor, rows: int, padding_idx: int | None) 
     return out
 
 
-@pytest.mark.parametrize("sq_norms", [kernels.gram_sq_norms, kernels.tile_sq_norms])
+@pytest.mark.parametrize("sq_norms", [linear_maps.gram_sq_norms, linear_maps.tile_sq_norms])
 @pytest.mark.parametrize("bias", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(shape=SHAPES, dtype=DTYPES)
@@ -109,10 +108,10 @@ def test_embedding_norms_and_sums(
     ids = torch.randint(rows, (B, T), generator=torch.Generator().manual_seed(2))
     g, factors = draw(B, T, D, dtype=dtype), draw(B, seed=3).abs()
     gradients = table_gradients(ids, g, rows, padding_idx)
-    norms = kernels.embedding_sq_norms(ids, g, padding_idx)
+    norms = plain.embedding_sq_norms(ids, g, padding_idx)
     assert_close(norms, gradients.square().sum((1, 2)), dtype)
     out = torch.ones(rows, D, dtype=norms.dtype)
-    kernels.weighted_embedding_sum(ids, g, factors, padding_idx, out)
+    plain.weighted_embedding_sum(ids, g, factors, padding_idx, out)
     assert_close(out, 1 + torch.einsum("b,bvd->vd", factors, gradients), dtype)
 
 
@@ -129,10 +128,10 @@ def test_tied_cross_terms(
     expected = (outer(x, g_logits) * table_gradients(ids, g_embedding, rows, padding_idx)).sum(
         (1, 2)
     )
-    found = kernels.tied_cross_terms(x, g_logits, ids, g_embedding, padding_idx)
+    found = plain.tied_cross_terms(x, g_logits, ids, g_embedding, padding_idx)
     size = x.double().norm() * g_logits.double().norm() * g_embedding.double().norm()
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size
-    stored = kernels.stored_cross_terms(outer(x, g_logits), ids, g_embedding, padding_idx)
+    stored = plain.stored_cross_terms(outer(x, g_logits), ids, g_embedding, padding_idx)
     torch.testing.assert_close(stored, expected)
 
 
@@ -147,11 +146,11 @@ def test_tables_and_those_tied_to_a_head(
     x, ge = draw(B, T, D, dtype=torch.bfloat16), draw(B, T, D, dtype=torch.float32, seed=4)
     gl = draw(B, T, rows, dtype=torch.bfloat16, seed=5)
     gradients = table_gradients(ids, ge, rows, padding_idx)
-    norms = kernels.embedding_sq_norms(ids, ge, padding_idx)
+    norms = plain.embedding_sq_norms(ids, ge, padding_idx)
     expected = gradients.square().sum((1, 2))
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-12)
     assert (norms >= expected * (1 - 1e-7)).all()
-    found = kernels.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
+    found = plain.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
     expected = (outer(x, gl) * gradients).sum((1, 2))
     size = x.double().norm() * gl.double().norm() * ge.double().norm()
     assert (found - expected).abs().max() <= 1e-6 * size
@@ -159,9 +158,9 @@ def test_tables_and_those_tied_to_a_head(
 
 def test_a_poisoned_table_spoils_no_other_sample() -> None:
     ids, g = torch.zeros(3, 4, dtype=torch.int64), draw(3, 4, 5, dtype=torch.float32)
-    clean = kernels.embedding_sq_norms(ids, g, None)
+    clean = plain.embedding_sq_norms(ids, g, None)
     g[1, 2, 3] = float("nan")
-    found = kernels.embedding_sq_norms(ids, g, None)
+    found = plain.embedding_sq_norms(ids, g, None)
     assert found.isnan().tolist() == [False, True, False]
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
@@ -179,7 +178,7 @@ def test_weights_stored_either_way_are_summed_with_their_biases(
     outs.append(torch.full((5, 4), held).to(dtype).mT)
     biases = [torch.full((4,), held).to(dtype), None, torch.full((4,), held).to(dtype)]
     pairs = list(zip(xs, gs, strict=True))
-    kernels.add_weighted_outer_sums(pairs, factors.to(dtype), outs, accumulate, biases)
+    linear_maps.add_weighted_outer_sums(pairs, factors.to(dtype), outs, accumulate, biases)
     for x, g, out, bias in zip(xs, gs, outs, biases, strict=True):
         added = 1.0 if accumulate else 0.0
         assert_close(out, added + torch.einsum("b,bpd->pd", factors, outer(x, g)), dtype)
@@ -197,17 +196,17 @@ def test_weighted_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
     assert_close(found, expected, dtype)
     weighted_outer_sum(x, g, factors, found)
     assert_close(found, 2 * expected, dtype)
-    rows = kernels.weighted_row_sum(g, factors)
+    rows = plain.weighted_row_sum(g, factors)
     assert_close(rows, torch.einsum("b,btp->p", factors, g.double()), dtype)
-    kernels.weighted_row_sum(g, factors, rows)
+    plain.weighted_row_sum(g, factors, rows)
     assert_close(rows, 2 * torch.einsum("b,btp->p", factors, g.double()), dtype)
 
 
 def test_weighted_sums_can_overwrite_what_is_there() -> None:
     x, g, factors = draw(2, 3, 5), draw(2, 3, 4, seed=1), draw(2, seed=2)
     out, row = torch.full((4, 5), float("nan")).double(), torch.full((4,), float("nan")).double()
-    kernels.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
-    kernels.add_weighted_row_sums([g], factors, [row], accumulate=False)
+    linear_maps.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
+    plain.add_weighted_row_sums([g], factors, [row], accumulate=False)
     torch.testing.assert_close(out, torch.einsum("b,bpd->pd", factors, outer(x, g)))
     torch.testing.assert_close(row, torch.einsum("b,btp->p", factors, g))
 
@@ -220,11 +219,11 @@ def test_a_sample_of_factor_zero_contributes_nothing(poison: float) -> None:
     x[1], g[1] = poison, poison
     expected = weighted_outer_sum(x[keep], g[keep], factors[keep])
     torch.testing.assert_close(weighted_outer_sum(x, g, factors), expected)
-    expected = kernels.weighted_row_sum(g[keep], factors[keep])
-    torch.testing.assert_close(kernels.weighted_row_sum(g, factors), expected)
+    expected = plain.weighted_row_sum(g[keep], factors[keep])
+    torch.testing.assert_close(plain.weighted_row_sum(g, factors), expected)
     found, expected = torch.zeros(4, 6).double(), torch.zeros(4, 6).double()
-    kernels.weighted_embedding_sum(ids, g, factors, None, found)
-    kernels.weighted_embedding_sum(ids[keep], g[keep], factors[keep], None, expected)
+    plain.weighted_embedding_sum(ids, g, factors, None, found)
+    plain.weighted_embedding_sum(ids[keep], g[keep], factors[keep], None, expected)
     torch.testing.assert_close(found, expected)
 
 
@@ -235,14 +234,14 @@ def test_layer_norm_backward_agrees_with_autograd(dtype: torch.dtype, affine: bo
     x, g = draw(B, T, D, dtype=dtype).requires_grad_(), draw(B, T, D, dtype=dtype, seed=1)
     weight = draw(D, dtype=dtype, seed=2).requires_grad_() if affine else None
     _, mean, rstd = torch.native_layer_norm(x, [D], weight, None, 1e-5)
-    grad_x, gw, gb = kernels.layer_norm_backward(x.detach(), g, weight, mean, rstd)
+    grad_x, gw, gb = plain.layer_norm_backward(x.detach(), g, weight, mean, rstd)
     out = torch.nn.functional.layer_norm(x, [D], weight, None, 1e-5)
     torch.testing.assert_close(grad_x, torch.autograd.grad(out, x, g)[0])
     torch.testing.assert_close(gb, g.sum(1))
     for b in range(B if weight is not None else 0):
         out = torch.nn.functional.layer_norm(x[b], [D], weight, None, 1e-5)
         torch.testing.assert_close(gw[b], torch.autograd.grad(out, weight, g[b])[0])
-    assert kernels.layer_norm_backward(x.detach(), g, weight, mean, rstd, False)[0] is None
+    assert plain.layer_norm_backward(x.detach(), g, weight, mean, rstd, False)[0] is None
 
 
 def test_quadratic_temporaries_are_cut_without_changing_the_result(
@@ -269,7 +268,7 @@ def test_quadratic_temporaries_are_cut_without_changing_the_result(
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_empty_batches_give_zeros(tokens: int) -> None:
     x, g, factors = torch.zeros(0, tokens, 4), torch.zeros(0, tokens, 5), torch.zeros(0)
-    assert kernels.gram_sq_norms(x, g, True).shape == (0,)
-    assert kernels.tile_sq_norms(x, g, True).shape == (0,)
+    assert linear_maps.gram_sq_norms(x, g, True).shape == (0,)
+    assert linear_maps.tile_sq_norms(x, g, True).shape == (0,)
     assert torch.equal(weighted_outer_sum(x, g, factors), torch.zeros(5, 4))
-    assert torch.equal(kernels.weighted_row_sum(g, factors), torch.zeros(5))
+    assert torch.equal(plain.weighted_row_sum(g, factors), torch.zeros(5))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from on_triton import DEVICE, cases, draw
-from shuffled_dpsgd.clipping import ClippingEngine, kernels
-from shuffled_dpsgd.clipping.kernels import choices, plain
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.kernels import choices, linear_maps, plain
 from shuffled_dpsgd.clipping.kernels.triton import device_limits
 from shuffled_dpsgd.clipping.kernels.triton import linear as triton_linear
 from shuffled_dpsgd.clipping.kernels.triton import norms as triton_norms
@@ -60,7 +60,7 @@ def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_gram_norms_of_every_kind_of_length_on_a_gpu(tokens: int, bias: bool) -> None:
     x, g = draw(3, tokens, 768, seed=0), draw(3, tokens, 328, seed=1)
-    found = kernels.gram_sq_norms(x, g, bias)
+    found = linear_maps.gram_sq_norms(x, g, bias)
     expected = plain.gram_sq_norms(x.double(), g.double(), bias)
     assert ((found - expected) / expected).abs().max() < 1e-2
     assert (found >= expected * (1 - 1e-6)).all()
@@ -91,12 +91,12 @@ def test_weighted_sums_can_overwrite_what_is_there() -> None:
 def test_large_stored_gradients_are_summed_and_measured_on_a_gpu() -> None:
     grads = draw(3, 300, 400, seed=0, dtype=torch.float32)
     factors = draw(3, seed=1, dtype=torch.float32).abs()
-    found = kernels.weighted_row_sum(grads.flatten(1).unsqueeze(1), factors)
+    found = plain.weighted_row_sum(grads.flatten(1).unsqueeze(1), factors)
     expected = (factors.double() @ grads.double().flatten(1)).cpu()
     assert (found.cpu() - expected).norm() / expected.norm() < 1e-6
     squares = grads.double().flatten(1).square().sum(1).cpu()
     torch.testing.assert_close(
-        kernels.row_sq_norms(grads.flatten(1)).double().cpu(), squares, rtol=1e-6, atol=0
+        linear_maps.row_sq_norms(grads.flatten(1)).double().cpu(), squares, rtol=1e-6, atol=0
     )
 
 
@@ -131,7 +131,7 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
     x, g = draw(3, tokens, 96, seed=0), draw(3, tokens, 160, seed=1)
     factors = draw(3, seed=2, dtype=torch.float32).abs()
     found = torch.empty(160, 96, device=x.device)
-    kernels.add_weighted_outer_sums([(x, g)], factors, [found], accumulate=False)
+    linear_maps.add_weighted_outer_sums([(x, g)], factors, [found], accumulate=False)
     expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
     assert (found - expected).norm() / expected.norm() < 1e-6
 
@@ -175,7 +175,7 @@ def test_sums_go_where_kernels_cannot_write_them(accumulate: bool) -> None:
     factors = torch.rand(3, device=DEVICE)
     room, bias = torch.ones(48 * 64 + 1, device=DEVICE), torch.ones(48, device=DEVICE)
     odd = room[1:].view(48, 64)
-    kernels.add_weighted_outer_sums([(x, g)], factors, [odd], accumulate, [bias])
+    linear_maps.add_weighted_outer_sums([(x, g)], factors, [odd], accumulate, [bias])
     held = 1.0 if accumulate else 0.0
     wide = (x.double(), g.double(), factors.double())
     expected = plain.weighted_outer_sum(*wide) + held
@@ -191,7 +191,7 @@ def test_a_vocabulary_s_norms_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
     x = draw(4, tokens, 64, seed=0, dtype=dtype)
     wide = draw(4, tokens, 30_080, seed=1, dtype=dtype)
     g = wide[..., :30_001]
-    found = kernels.gram_sq_norms(x, g, True)
+    found = linear_maps.gram_sq_norms(x, g, True)
     expected = plain.tile_sq_norms(x.double(), g.double(), True)
     assert ((found - expected) / expected).abs().max() < 1e-2
     assert (found >= expected * (1 - 1e-6)).all()
@@ -203,11 +203,11 @@ def test_long_tables_tied_to_a_head_on_a_gpu() -> None:
     ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x, gl = draw(B, T, D, seed=0), draw(B, T, V, seed=1)
     ge = draw(B, T, D, seed=2, dtype=torch.float32)
-    found = kernels.embedding_sq_norms(ids, ge, None)
+    found = plain.embedding_sq_norms(ids, ge, None)
     expected = plain.embedding_sq_norms(ids, ge.double(), None)
     assert ((found - expected) / expected).abs().max() < 1e-5
     assert (found >= expected * (1 - 1e-6)).all()
-    cross = kernels.tied_cross_terms(x, gl, ids, ge, None)
+    cross = plain.tied_cross_terms(x, gl, ids, ge, None)
     expected = plain.tied_cross_terms(x.double(), gl.double(), ids, ge.double(), None)
     assert (cross >= expected).all()
     assert (cross - expected).max() < 1e-5 * x.norm() * gl.norm() * ge.norm()

@@ -30,8 +30,6 @@ class CompiledForward:
     the batch is checked.
     """
 
-    __slots__ = ("inputs", "is_followed", "recorded")
-
     def __init__(self) -> None:
         self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
         self.is_followed = False
@@ -45,8 +43,6 @@ class Settling:
     summed they stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
     It is `half_done` while some of the batch is in the sums and some is not.
     """
-
-    __slots__ = ("entries", "half_done", "norm_runs", "unsummed", "unsummed_bytes")
 
     def __init__(self) -> None:
         self.entries: defaultdict[int, list[Entry]] = defaultdict(list)
@@ -66,21 +62,6 @@ class CapturedBatch:
     only the first `counted` samples count, which `counts_B` marks. What all samples share is given
     to each `rows_per_sample` times.
     """
-
-    __slots__ = (
-        "calls",
-        "closed",
-        "compiled",
-        "counted",
-        "counts_B",
-        "device",
-        "has_losses",
-        "input_B",
-        "rows_per_sample",
-        "scale",
-        "settling",
-        "size",
-    )
 
     def __init__(
         self, *, size: int, device: str, slots: int, scale: float, input_B: Tensor | None = None
@@ -104,27 +85,3 @@ class CapturedBatch:
         self.input_B = None
         self.compiled.inputs = None
         self.settling = Settling()
-
-
-class CountedRows:
-    """Marks the samples that count, in memory that stays where it is.
-
-    Recorded work reads the marks from there, so that one recording serves every number of counted
-    samples of a batch size.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-
-    def mark(self, size: int, counted: int, device: torch.device) -> Tensor:
-        """(size,) truth values, true for the first `counted` samples, until the next call.
-
-        >>> CountedRows().mark(3, 2, torch.device("cpu"))
-        tensor([ True,  True, False])
-        """
-        key = device, size
-        if key not in self._marks:
-            numbers_B = torch.arange(size, device=device)
-            self._marks[key] = numbers_B, torch.empty(size, dtype=torch.bool, device=device)
-        numbers_B, marks_B = self._marks[key]
-        return torch.lt(numbers_B, counted, out=marks_B)

@@ -18,7 +18,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.kernels import choices
 
 
 class Sink(Protocol):
@@ -58,7 +58,7 @@ _LIBRARY.define(
 
 def _record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
     # The compiler may reuse the tensors' memory as soon as this returns, hence the copies.
-    copies = [kernels.aligned_copy(tensor) for tensor in tensors]
+    copies = [choices.aligned_copy(tensor) for tensor in tensors]
     find_sink(handle).record_traced(slot, part, call, copies)
     return _record_fake(handle, slot, part, call, tensors)
 

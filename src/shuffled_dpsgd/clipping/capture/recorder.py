@@ -32,7 +32,7 @@ class CaptureRecorder:
     """
 
     def __init__(self, finish: Callable[[CapturedBatch], None]) -> None:
-        self.receive: Receive = _receive_nothing
+        self.receive: Receive
         self.finish = finish
         self.batch: CapturedBatch | None = None
         self.latest: CapturedBatch | None = None
@@ -85,22 +85,27 @@ class CaptureRecorder:
         if torch.compiler.is_compiling():
             # Dynamo traces a backward where its forward is called, so this is the call's number.
             return record(self.handle, slot.index, part, batch.calls[slot.index], tensors)
-        self.pass_on(batch, slot, slot.captured(part, tensors))
+        self.pass_on(batch, slot, lambda: slot.captured(part, tensors))
         return None
 
-    def pass_on(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-        """Give an entry to whoever settles the batch; never called by a traced backward."""
+    def pass_on(self, batch: CapturedBatch, slot: Slot, capture: Callable[[], Capture]) -> None:
+        """Give a capture to the schedule, made in full precision; not for traced backwards."""
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
-            _refuse_higher_derivatives()
+            raise UnsupportedModuleError(
+                "",
+                expected="a first-order backward",
+                got="backward(create_graph=True)",
+                remedy="per-sample clipping of higher derivatives is not supported",
+            )
         if batch.size == 0:
             return
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
-                self.receive(batch, slot, capture)
+                self.receive(batch, slot, capture())
         else:
-            self.receive(batch, slot, capture)
+            self.receive(batch, slot, capture())
 
     def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
@@ -118,9 +123,14 @@ class CaptureRecorder:
         """Pass on one call that a compiled backward has handed to the operator."""
         batch, slot, key = self.latest, self.slots[index], (index, part, call)
         if batch is None or call > batch.calls[index] or key in batch.compiled.recorded:
-            raise _not_in_turn(slot.path)
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="one backward per forward of the compiled model, in turn",
+                got="a backward of an earlier forward",
+                remedy="call backward after each forward; the sums add up",
+            )
         batch.compiled.recorded.add(key)
-        self.pass_on(batch, slot, slot.captured(part, tensors))
+        self.pass_on(batch, slot, lambda: slot.captured(part, tensors))
 
     def _join(self, batch: CapturedBatch) -> None:
         _refuse_misuse(batch, self._running)
@@ -134,10 +144,6 @@ class CaptureRecorder:
         if batch is not None:
             with torch.no_grad(), torch.autocast(batch.device, enabled=False):
                 self.finish(batch)
-
-
-def _receive_nothing(batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-    raise AssertionError("a schedule receives captures before any forward is made")
 
 
 class Listener:
@@ -171,7 +177,7 @@ class Listener:
             )
         if batch.closed:
             _refuse_misuse(batch, None)
-        self._recorder.pass_on(batch, slot, slot.heard(batch.size, x, g))
+        self._recorder.pass_on(batch, slot, lambda: slot.heard(batch.size, x, g))
         self._x = None
 
 
@@ -209,15 +215,6 @@ def _hook(tensor: Tensor, listener: Listener) -> None:
     node._register_hook_dict(tensor)
 
 
-def _not_in_turn(path: str) -> UnsupportedModuleError:
-    return UnsupportedModuleError(
-        path,
-        expected="one backward per forward of the compiled model, in turn",
-        got="a backward of an earlier forward",
-        remedy="call backward after each forward; the sums add up",
-    )
-
-
 def _refuse_misuse(batch: CapturedBatch, running: CapturedBatch | None) -> None:
     if running is not None:
         raise UnsupportedModuleError(
@@ -235,12 +232,3 @@ def _refuse_misuse(batch: CapturedBatch, running: CapturedBatch | None) -> None:
             remedy="add the losses of one batch before calling backward; clipped one by one they "
             "would let a sample contribute more than clip_norm",
         )
-
-
-def _refuse_higher_derivatives() -> None:
-    raise UnsupportedModuleError(
-        "",
-        expected="a first-order backward",
-        got="backward(create_graph=True)",
-        remedy="per-sample clipping of higher derivatives is not supported",
-    )

@@ -111,6 +111,8 @@ class Slot:
         self.plain = module.forward
         self.sharing = Sharing(group=index, shared=False)
         self.layout = InputLayout()
+        # The cost rule: how norms are found, by the shape of a call.
+        self.choose: cost.Chooser = cost.cheapest
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"
 
@@ -150,15 +152,6 @@ class Slot:
     @abstractmethod
     def contributions(self, capture: Capture) -> Iterable[tuple[str, Contribution]]:
         """What one call contributes to each parameter, by model name."""
-
-    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
-        """(B,) squared norms over its parameters, if it was called once and none is shared."""
-        norms = [part.sq_norms() for _, part in parts]
-        return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
-
-    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        """The capture with the way to its norm, once per call; or stored gradients instead."""
-        return capture
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         """The capture of an input and an output gradient that were listened for."""
@@ -270,9 +263,9 @@ def batch_of(slot: Slot) -> CapturedBatch:
     return batch
 
 
-def enter(slot: Slot) -> tuple[CapturedBatch, bool]:
-    """The batch of a call, as `batch_of`, and whether the slot `can_listen`."""
-    return batch_of(slot), can_listen()
+def enter(slot: Slot) -> tuple[CapturedBatch, bool, CaptureRecorder]:
+    """The batch of a call, as `batch_of`; whether the slot `can_listen`; and its recorder."""
+    return batch_of(slot), can_listen(), recorder_of(slot)
 
 
 def size_of(batch: CapturedBatch) -> int:

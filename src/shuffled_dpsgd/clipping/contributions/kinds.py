@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.contributions.cost import NormMethod
+from shuffled_dpsgd.clipping.kernels import linear_maps, plain
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 
 
@@ -41,8 +41,8 @@ class Contribution(Protocol):
 @full_float32()
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """Every sample's left^T right in float32 or float64, (B, R, C), and its (B,) squared norm."""
-    stored_BRC = kernels.outer_products(left_BTR, right_BTC)
-    return stored_BRC, kernels.row_sq_norms(stored_BRC.flatten(1))
+    stored_BRC = plain.outer_products(left_BTR, right_BTC)
+    return stored_BRC, linear_maps.row_sq_norms(stored_BRC.flatten(1))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -58,11 +58,13 @@ class OuterGrad:
     route: NormMethod
 
     def sq_norms(self) -> Tensor:
-        return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
+        is_gram = self.route is NormMethod.GRAM
+        norms = linear_maps.gram_sq_norms if is_gram else linear_maps.tile_sq_norms
+        return norms(self.right_BTC, self.left_BTR, False)
 
     @full_float32()
     def stored(self, shape: torch.Size) -> Tensor:
-        return kernels.outer_products(self.left_BTR, self.right_BTC).view(-1, *shape)
+        return plain.outer_products(self.left_BTR, self.right_BTC).view(-1, *shape)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +76,7 @@ class RowsGrad:
     padding_idx: int | None
 
     def sq_norms(self) -> Tensor:
-        return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
+        return plain.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
 
     def stored(self, shape: torch.Size) -> Tensor:
         B, _, D = self.grad_BTD.shape
@@ -87,7 +89,7 @@ class RowsGrad:
 
     def add_sum(self, factors_B: Tensor, out: Tensor) -> None:
         """Add the factor-weighted sum over the batch; a factor of zero adds zero."""
-        kernels.weighted_embedding_sum(self.ids_BT, self.grad_BTD, factors_B, self.padding_idx, out)
+        plain.weighted_embedding_sum(self.ids_BT, self.grad_BTD, factors_B, self.padding_idx, out)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,14 +104,14 @@ class DenseGrad:
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
     def sq_norms(self) -> Tensor:
-        return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
+        return linear_maps.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self.grads_BS.view(-1, *shape)
 
     def add_sum(self, factors_B: Tensor, out: Tensor) -> None:
         """Add the factor-weighted sum over the batch; a factor of zero adds zero."""
-        kernels.weighted_row_sum(self._rows().unsqueeze(1), factors_B, out.view(-1))
+        plain.weighted_row_sum(self._rows().unsqueeze(1), factors_B, out.view(-1))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -127,9 +129,3 @@ class RowSumGrad:
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self._stored().view(-1, *shape)
-
-
-def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: NormMethod) -> Tensor:
-    """Squared norms of g^T x, and of sum_t g_t with `bias`."""
-    norms = kernels.gram_sq_norms if route is NormMethod.GRAM else kernels.tile_sq_norms
-    return norms(x_BTD, g_BTP, bias)

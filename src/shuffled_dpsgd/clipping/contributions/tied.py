@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -23,6 +22,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowsGrad,
     RowSumGrad,
 )
+from shuffled_dpsgd.clipping.kernels import plain
 
 _ROUNDING_ULPS = 4.0
 
@@ -45,14 +45,14 @@ def joint_sq_norms(
 
 
 def _head_and_embedding(head: OuterGrad, table: RowsGrad) -> Tensor:
-    cross_B = kernels.tied_cross_terms(
+    cross_B = plain.tied_cross_terms(
         head.right_BTC, head.left_BTR, table.ids_BT, table.grad_BTD, table.padding_idx
     )
     return _together(head.sq_norms() + table.sq_norms(), cross_B)
 
 
 def _stored_and_embedding(stored: DenseGrad, table: RowsGrad, shape: torch.Size) -> Tensor:
-    cross_B = kernels.stored_cross_terms(
+    cross_B = plain.stored_cross_terms(
         stored.stored(shape), table.ids_BT, table.grad_BTD, table.padding_idx
     )
     own_B = stored.sq_norms() + table.sq_norms()

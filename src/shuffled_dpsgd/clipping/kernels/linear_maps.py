@@ -7,6 +7,8 @@ everything else. All results agree to float32 rounding. Shapes as in `plain`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from shuffled_dpsgd.runtime.backends import TAKEN
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8
 Pair = tuple[Tensor, Tensor]
+# The names of ways to norms, and what they do.
+_NORMS = {"gram_sq_norms": "norms by Gram matrices", "tile_sq_norms": "norms by tiles"}
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
@@ -48,38 +52,31 @@ def alike(pairs: Sequence[Pair], labels: Sequence[object]) -> list[list[int]]:
     return list(runs.values())
 
 
-def gram_sq_norm_sums(pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
-    """(B,) tensors that add up to all `plain.gram_sq_norms`; layers of one shape share a launch."""
-    found: list[Tensor] = []
-    for run in alike(pairs, biases):
-        x, g = pairs[run[0]]
-        kernel = None
-        if fits_triton_linear(x, g):
-            kernel = choices.gram_norms(x.device, x.dtype, max(x.shape[2], g.shape[2]))
-        TAKEN["norms by Gram matrices"].add(kernel or "plain")
-        if kernel is not None:
-            xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            found.append(choices.module(kernel).gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
-        else:
-            found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
-    return found
+def _norm_kernel(way: str, x: Tensor, g: Tensor) -> str | None:
+    if not fits_triton_linear(x, g):
+        return None
+    if way == "gram_sq_norms":
+        return choices.gram_norms(x.device, x.dtype, max(x.shape[2], g.shape[2]))
+    return "triton.tiles" if choices.may_take(choices.KERNELS, x.device) else None
 
 
-def tile_sq_norm_sums(pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
-    """(B,) tensors that add up to all `plain.tile_sq_norms`; layers of one shape share a launch."""
+def _sq_norm_sums(way: str, pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
+    """(B,) tensors that add up to the norms of all pairs; layers of one shape share a launch."""
     found: list[Tensor] = []
+    rest: list[int] = []
     for run in alike(pairs, biases):
-        x, g = pairs[run[0]]
-        kernel = None
-        if fits_triton_linear(x, g):
-            kernel = "triton.tiles" if choices.may_take(choices.KERNELS, x.device) else None
-        TAKEN["norms by tiles"].add(kernel or "plain")
-        if kernel is not None:
-            xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            found.append(choices.module(kernel).tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
-        else:
-            found += [plain.tile_sq_norms(*pairs[i], biases[i]) for i in run]
-    return found
+        kernel = _norm_kernel(way, *pairs[run[0]])
+        TAKEN[_NORMS[way]].add(kernel or "plain")
+        if kernel is None:
+            rest += run
+            continue
+        xs, gs = zip(*(pairs[i] for i in run), strict=True)
+        found.append(getattr(choices.module(kernel), way)(xs, gs, biases[run[0]]).sum(0))
+    return found + plain.many_sq_norms(getattr(plain, way), pairs, biases, rest)
+
+
+gram_sq_norm_sums = partial(_sq_norm_sums, "gram_sq_norms")
+tile_sq_norm_sums = partial(_sq_norm_sums, "tile_sq_norms")
 
 
 def add_weighted_outer_sums(
@@ -100,26 +97,41 @@ def add_weighted_outer_sums(
         (out.dtype, out.stride(), None if bias is None else bias.dtype)
         for out, bias in zip(outs, wanted, strict=True)
     ]
+    rest: list[int] = []
+    rows: list[int] = []
     for run in alike(pairs, labels):
-        chosen = [pairs[i] for i in run]
-        targets = [outs[i] for i in run]
-        added = [bias for i in run if (bias := wanted[i]) is not None]
+        chosen, targets = [pairs[i] for i in run], [outs[i] for i in run]
         x, g = chosen[0]
-        kernel = None
-        if fits_triton_linear(x, g):
-            kernel = choices.outer_sums(x.device, x.dtype)
-        if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
+        kernel = choices.outer_sums(x.device, x.dtype) if fits_triton_linear(x, g) else None
+        TAKEN["weighted sums"].add(kernel or "plain")
+        if kernel is None:
+            rest += run
+        elif not all(_fits_triton_sum(out) for out in targets):
             _add_through_copies(chosen, factors_B, targets, accumulate)
+            rows += run
         elif kernel == "gluon.weighted_sums":
-            TAKEN["weighted sums"].add(kernel)
-            xs, gs = zip(*chosen, strict=True)
-            by = choices.module(kernel)
-            by.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate, added)
-            continue
+            added = [bias for i in run if (bias := wanted[i]) is not None]
+            _launch_sums(kernel, chosen, factors_B, targets, accumulate, added)
         else:
-            _add_outer_sums(chosen, factors_B, targets, accumulate, kernel)
-        if added:
-            plain.add_weighted_row_sums([g for _, g in chosen], factors_B, added, accumulate)
+            if not targets[0].is_contiguous():
+                # The transpose of a sum is the sum of the pair the other way round.
+                chosen, targets = [(g, x) for x, g in chosen], [out.mT for out in targets]
+            _launch_sums(kernel, chosen, factors_B, targets, accumulate)
+            rows += run
+    plain.add_weighted_outer_sums(
+        [pairs[i] for i in rest], factors_B, [outs[i] for i in rest], accumulate
+    )
+    rows_of = [(pairs[i][1], bias) for i in rest + rows if (bias := wanted[i]) is not None]
+    plain.add_weighted_row_sums(
+        [g for g, _ in rows_of], factors_B, [bias for _, bias in rows_of], accumulate
+    )
+
+
+def _launch_sums(
+    kernel: str, pairs: Sequence[Pair], factors_B: Tensor, *outs_and_more: Any
+) -> None:
+    xs, gs = zip(*pairs, strict=True)
+    choices.module(kernel).weighted_outer_sums(xs, gs, factors_B.float(), *outs_and_more)
 
 
 def _add_through_copies(
@@ -137,28 +149,6 @@ def _add_through_copies(
     add_weighted_outer_sums(pairs, factors_B, copies, accumulate=False)
     for out, total in zip(outs, copies, strict=True):
         out.add_(total) if accumulate else out.copy_(total)
-
-
-def _add_outer_sums(
-    pairs: Sequence[Pair],
-    factors_B: Tensor,
-    outs: Sequence[Tensor],
-    accumulate: bool,
-    kernel: str | None,
-) -> None:
-    """Sums of weights only, by `triton.sums` or on any device."""
-    if not outs[0].is_contiguous():
-        # The transpose of a sum is the sum of the pair the other way round.
-        pairs = [(g, x) for x, g in pairs]
-        outs = [out.mT for out in outs]
-    TAKEN["weighted sums"].add(kernel or "plain")
-    if kernel is not None:
-        xs, gs = zip(*pairs, strict=True)
-        by = choices.module(kernel)
-        by.weighted_outer_sums(xs, gs, factors_B.float(), outs, accumulate)
-        return
-    for (x, g), out in zip(pairs, outs, strict=True):
-        plain.weighted_outer_sum(x, g, factors_B, out, accumulate)
 
 
 def _fits_triton_sum(out: Tensor) -> bool:

@@ -220,6 +220,16 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     return with_room(total_B, x_BTD, g_BTP, bias)
 
 
+def many_sq_norms(
+    norms: Callable[[Tensor, Tensor, bool], Tensor],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    biases: Sequence[bool],
+    some: Sequence[int],
+) -> list[Tensor]:
+    """Norms of some layers, one after the other."""
+    return [norms(*pairs[i], biases[i]) for i in some]
+
+
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
     """Squared norms of table gradients; tokens that share a row are added up first, in float64."""
     B, T, D = g_BTD.shape
@@ -311,6 +321,17 @@ def weighted_outer_sum(
         g_BTP = g_BTP * factors_B11
     left, right = g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1)
     return left @ right if out_PD is None else out_PD.addmm_(left, right, beta=int(accumulate))
+
+
+def add_weighted_outer_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+) -> None:
+    """Add each pair's sum_b f_b g_b^T x_b to its (P, D) `out`, or overwrite it."""
+    for (x, g), out in zip(pairs, outs, strict=True):
+        weighted_outer_sum(x, g, factors_B, out, accumulate)
 
 
 def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:

@@ -79,22 +79,18 @@ class ProjectionsSlot(Slot):
         """The gradient of all outputs of the weight, where a map is but a part of it."""
         return g_BTP
 
-    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        assert isinstance(capture, Projection)
-        part, x_BTE = capture.part, capture.x
-        g_BTP = self._padded(part, capture.g)
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        x_BTE, g = tensors
+        g_BTP = self._padded(part, g)
         shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
         device = g_BTP.device.type
         if part != OUT:
             self.last_shape, self.last_device = shape, device
-        capture.route = choose(*shape, device)
-        if capture.route is not cost.NormMethod.INSTANTIATE:
-            return capture
+        route = self.choose(*shape, device)
+        if route is not cost.NormMethod.INSTANTIATE:
+            return Projection(part, x_BTE, g, route)
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
-        return StoredWeight(grads_BPE, capture.g, squares_B, part)
-
-    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
-        return Projection(part, tensors[0], tensors[1])
+        return StoredWeight(grads_BPE, g, squares_B, part)
 
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         assert isinstance(capture, Projection | StoredWeight)

@@ -6,7 +6,7 @@ output channels, C weights per output channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -144,16 +144,15 @@ class ConvSlot(Slot):
         if self.bias_name is not None:
             yield self.bias_name, RowSumGrad(grad_BTP=g_BLR)
 
-    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        assert isinstance(capture, InputAndGradient)
-        g = capture.g
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        capture = InputAndGradient(tensors[0], g := tensors[1])
         if self.weight_name is None:
             return capture
         weight = cast(Tensor, self.parameters["weight"])
         positions = g[0].numel() // weight.shape[0]
         self.last_shape = (positions, weight.shape[0], weight[0].numel())
         self.last_device = g.device.type
-        capture.route = choose(*self.last_shape, self.last_device)
+        capture.route = self.choose(*self.last_shape, self.last_device)
         if self.groups == 1 and capture.route is not cost.NormMethod.INSTANTIATE:
             return capture
         return StoredWeight(self._stored(capture), g)

@@ -71,7 +71,7 @@ class EmbeddingSlot(Slot):
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows of the table, one set per sample, with book-keeping in the backward."""
-        batch, listens = enter(self)
+        batch, listens, recorder = enter(self)
         size = batch.size if listens else size_of(batch)
         shared_by_batch = self.layout.shared_by_batch
         # All rows share these positions, and a sample has several rows: look up once for each.
@@ -82,8 +82,8 @@ class EmbeddingSlot(Slot):
             ids = shared.expand(size, batch.rows_per_sample, *shared.shape)
         elif shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
             ids = self._over_batch(ids, size)
-        weight, anchor = self.parameters["weight"], recorder_of(self).anchor
-        found = cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, anchor))
+        weight = self.parameters["weight"]
+        found = cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, recorder.anchor))
         return found.flatten(0, 1) if folds else found
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:

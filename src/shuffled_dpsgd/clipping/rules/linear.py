@@ -31,7 +31,6 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     DenseGrad,
     OuterGrad,
     RowSumGrad,
-    outer_sq_norms,
     stored_outer,
 )
 
@@ -182,7 +181,7 @@ def run_linear(slot: LinearSlot, x: Tensor, *, transposed: bool = False) -> Tens
     """The forward of a linear map; not a method, for the same reason as `batch_of`."""
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
-    batch, listens = enter(slot)
+    batch, listens, recorder = enter(slot)
     size = batch.size if listens else size_of(batch)
     if x.shape[0] != size:
         x = slot.over_batch(x, size)
@@ -194,8 +193,8 @@ def run_linear(slot: LinearSlot, x: Tensor, *, transposed: bool = False) -> Tens
     listens = listens and not (lower and slot.lowers_again)
     if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
-    anchor = recorder_of(slot).anchor
-    return cast(Tensor, LinearFunction.apply(x, weight, bias, lower, slot, batch, anchor))
+    out = LinearFunction.apply(x, weight, bias, lower, slot, batch, recorder.anchor)
+    return cast(Tensor, out)
 
 
 class LinearSlot(Slot):
@@ -242,11 +241,11 @@ class LinearSlot(Slot):
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         # The output may be a view of a flat matrix product, whose gradient this is.
         g_BTP = g.reshape(size, -1, g.shape[-1]) if g.dim() == 2 else g
-        return InputAndGradient(x, self._without_padding(g_BTP))
+        return self._decided(x, self._without_padding(g_BTP))
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
         x = None if self.weight_name is None else tensors[0]
-        return InputAndGradient(x, self._without_padding(tensors[-1]))
+        return self._decided(x, self._without_padding(tensors[-1]))
 
     def _without_padding(self, g: Tensor) -> Tensor:
         return g if g.shape[-1] == self.outputs else g[..., : self.outputs]
@@ -271,33 +270,21 @@ class LinearSlot(Slot):
             found.append((self.bias_name, RowSumGrad(grad_BTP=g_BTP)))
         return found
 
-    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
-        outer = parts[0][1]
-        if not isinstance(outer, OuterGrad):
-            return super().sq_norms(parts)
-        # One launch finds the norms of weight and bias; the bias belongs to the output gradient.
-        left, right = outer.left_BTR, outer.right_BTC
-        x_BTD, g_BTP = (left, right) if self.transposed else (right, left)
-        return outer_sq_norms(x_BTD, g_BTP, len(parts) == 2, outer.route)
-
-    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        assert isinstance(capture, InputAndGradient)
-        x, g = capture.x, capture.g
+    def _decided(self, x: Tensor | None, g: Tensor) -> Capture:
+        """The pair with the way to its norm, chosen once per call; or stored gradients instead."""
         if x is None:
             return StoredGradients(None, _bias_grads(positions(g)))
         if g.dim() > 2 and g.device.type == "cpu":
-            x_BTD, g_BTP = positions(x), positions(g)
-            x, g = capture.x, capture.g = without_silence(x_BTD, g_BTP)
+            x, g = without_silence(positions(x), positions(g))
         like = (x.shape[1:], x.dtype, x.device)
         if like != self._decided_for:
             self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = x.device.type
-            self._route = choose(*self.last_shape, self.last_device)
+            self._route = self.choose(*self.last_shape, self.last_device)
         if self._route is not cost.NormMethod.INSTANTIATE:
-            capture.route = self._route
-            return capture
+            return InputAndGradient(x, g, self._route)
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
         bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)

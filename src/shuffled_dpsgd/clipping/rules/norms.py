@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, enter, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.kernels import norm_sum_runs, plain
+from shuffled_dpsgd.clipping.kernels import norm_layers, plain
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -33,7 +33,9 @@ class NormSlot(Slot):
 
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         if isinstance(capture, UnsummedNorm):
-            ((_, sums_LB2D),) = norm_sum_runs([(capture.x_BTD, capture.g_BTD)], [capture.eps])
+            ((_, sums_LB2D),) = norm_layers.norm_sum_runs(
+                [(capture.x_BTD, capture.g_BTD)], [capture.eps]
+            )
             capture = self.captured(0, sums_LB2D[0].unbind(1))
         assert isinstance(capture, StoredGradients)
         if self.weight_name is not None and capture.weight_BS is not None:
@@ -99,7 +101,7 @@ class LayerNormSlot(NormSlot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        (batch, listens), x = enter(self), input
+        (batch, listens, recorder), x = enter(self), input
         size = batch.size if listens else size_of(batch)
         if x.shape[0] != size:
             x = self.over_batch(x, size)
@@ -116,8 +118,8 @@ class LayerNormSlot(NormSlot):
             return self.recorder.listen(out, batch, self, x)
         if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
             x = x.float()
-        anchor = recorder_of(self).anchor
-        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, anchor))
+        out = LayerNormFunction.apply(x, weight, bias, self, batch, recorder.anchor)
+        return cast(Tensor, out)
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         assert x is not None

@@ -11,13 +11,12 @@ output channels, C numbers of a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
+from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.slot import batch_of
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot, run_linear
 
@@ -73,15 +72,6 @@ class TilingConvSlot(LinearSlot):
         x = x.permute(*range(lead), *places, lead, *inside)
         return x.flatten(lead, lead + axes - 1).flatten(lead + 1)
 
-    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
-        return _in_rows(super().captured(part, tensors))
-
-    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
-        return _in_rows(super().heard(size, x, g))
-
-
-def _in_rows(capture: Capture) -> Capture:
-    """With the gradient's rows side by side, also where the model goes on with images."""
-    assert isinstance(capture, InputAndGradient)
-    capture.g = capture.g.contiguous()
-    return capture
+    def _decided(self, x: Tensor | None, g: Tensor) -> Capture:
+        # With its rows side by side, also where the model goes on with images.
+        return super()._decided(x, g.contiguous())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,16 +20,6 @@ from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, SettleSchedul
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
 Scatter = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Layers whose sums are formed and scattered together; `shapes` are those of their sums."""
-
-    index: int
-    groups: Sequence[LayerGroup]
-    shapes: Mapping[str, torch.Size]
-    dtype: torch.dtype
 
 
 class LayerByLayer(SettleSchedule):
@@ -45,7 +34,7 @@ class LayerByLayer(SettleSchedule):
     def __init__(self, rule: ClippingRule, scatter: Scatter) -> None:
         super().__init__(rule)
         self._scatter = scatter
-        self._buckets: list[Bucket] = []
+        self._buckets: list[list[LayerGroup]] = []
 
     @full_float32()
     def _settle_all(self, batch: CapturedBatch) -> Tensor:
@@ -60,8 +49,9 @@ class LayerByLayer(SettleSchedule):
         arriving: Callable[[], dict[str, Tensor]] = dict
         for bucket, settled, parts in zip(self._buckets, layers, squares, strict=True):
             sums = {
-                name: torch.empty(shape, dtype=bucket.dtype, device=norms_B.device)
-                for name, shape in bucket.shapes.items()
+                name: torch.empty(shape, dtype=totals[name].dtype, device=norms_B.device)
+                for group in bucket
+                for name, shape in group.shapes.items()
             }
             factors_B = whole_B
             if factors_B is None:
@@ -73,10 +63,10 @@ class LayerByLayer(SettleSchedule):
         _add_to(totals, arriving())
         return norms_B
 
-    def _layers(self, bucket: Bucket, batch: CapturedBatch) -> ManyLayers:
+    def _layers(self, bucket: Sequence[LayerGroup], batch: CapturedBatch) -> ManyLayers:
         kept = batch.settling
-        indices = {group.index for group in bucket.groups}
-        filed = [(group, kept.entries.get(group.index, [])) for group in bucket.groups]
+        indices = {group.index for group in bucket}
+        filed = [(group, kept.entries.get(group.index, [])) for group in bucket]
         waiting = [entry for entry in kept.unsummed if entry.slot.sharing.group in indices]
         return ManyLayers(
             [(group, entries) for group, entries in filed if entries],
@@ -90,23 +80,19 @@ def _add_to(totals: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         torch._foreach_add_([totals[name] for name in own], list(own.values()))
 
 
-def buckets(rule: ClippingRule, totals: Mapping[str, Tensor]) -> Iterator[Bucket]:
-    """The layers in order, together while no larger than the largest; each by itself per layer."""
+def buckets(rule: ClippingRule, totals: Mapping[str, Tensor]) -> Iterator[list[LayerGroup]]:
+    """The layers in order, together while no larger than the largest; each by itself per layer.
+
+    A bucket has sums of one type.
+    """
     sizes = [sum(shape.numel() for shape in group.shapes.values()) for group in rule.groups]
-    most = 0 if rule.per_group else max(sizes)
+    room = most = 0 if rule.per_group else max(sizes)
     taken: list[LayerGroup] = []
-    room, number = most, 0
     for group, size in zip(rule.groups, sizes, strict=True):
         dtypes = {totals[name].dtype for member in (*taken, group) for name in member.names}
         if taken and (size > room or len(dtypes) > 1):
-            yield _bucket(number, taken, totals)
-            taken, room, number = [], most, number + 1
+            yield taken
+            taken, room = [], most
         taken.append(group)
         room -= size
-    yield _bucket(number, taken, totals)
-
-
-def _bucket(index: int, groups: Sequence[LayerGroup], totals: Mapping[str, Tensor]) -> Bucket:
-    shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
-    dtype = totals[next(iter(shapes))].dtype
-    return Bucket(index=index, groups=tuple(groups), shapes=shapes, dtype=dtype)
+    yield taken

@@ -11,14 +11,13 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.batch import Entry
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
@@ -29,6 +28,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowsGrad,
     RowSumGrad,
 )
+from shuffled_dpsgd.clipping.kernels import linear_maps, plain
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named
 
 # Per-sample gradients larger than this are worth an operation of their own.
@@ -37,8 +37,8 @@ NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
 _LINEAR_NORMS = {
-    cost.NormMethod.GRAM: kernels.gram_sq_norm_sums,
-    cost.NormMethod.TILES: kernels.tile_sq_norm_sums,
+    cost.NormMethod.GRAM: linear_maps.gram_sq_norm_sums,
+    cost.NormMethod.TILES: linear_maps.tile_sq_norm_sums,
 }
 
 
@@ -73,7 +73,7 @@ class LinearLayers:
             total = _matrix(sums[layer.weight], rows)
             outs.append(total.mT if layer.transposed else total)
             biases.append(None if layer.bias is None else _vector(sums[layer.bias]))
-        kernels.add_weighted_outer_sums(
+        linear_maps.add_weighted_outer_sums(
             self._pairs, factors_B, outs, accumulate=not new, biases=biases
         )
 
@@ -95,8 +95,10 @@ class ManyLayers:
         self._choose = choose
         self._find_norm_runs = norm_runs
         self._norm_runs: Sequence[NormRun] = ()
-        # What is left to its group, and all the contributions of that.
-        self._grouped: list[tuple[LayerGroup, Sequence[Entry], Sequence[Named]]] = []
+        # Contributions that meet others in a parameter, by group, and those that meet none.
+        self._joined: list[tuple[LayerGroup, Sequence[Named]]] = []
+        self._alone: list[Named] = []
+        # All of these.
         self._parts: list[Named] = []
         self._small: list[tuple[str, DenseGrad]] = []
         self._side_by_side_BN: Tensor | None = None
@@ -114,7 +116,8 @@ class ManyLayers:
     ) -> None:
         parts = [part for entry in entries for part in entry.slot.contributions(entry.capture)]
         if len(entries) > 1 or group.shared:
-            self._leave(group, entries, parts)
+            self._joined.append((group, parts))
+            self._parts += parts
             return
         outer = parts[0][1] if parts else None
         kinds = [type(part) for _, part in parts]
@@ -128,17 +131,14 @@ class ManyLayers:
         elif all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
         else:
-            self._leave(group, entries, parts)
-
-    def _leave(self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]) -> None:
-        self._grouped.append((group, entries, parts))
-        self._parts += parts
+            self._alone += parts
+            self._parts += parts
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
         found = [square_B for run in self._linear for square_B in run.squares()]
-        for group, entries, parts in self._grouped:
-            found.append(group.sq_norms(entries, parts, self._choose))
+        found += [part.sq_norms() for _, part in self._alone]
+        found += [group.sq_norms(parts, self._choose) for group, parts in self._joined]
         return found + self._norm_and_small_squares()
 
     def _norm_and_small_squares(self) -> list[Tensor]:
@@ -157,7 +157,10 @@ class ManyLayers:
         rounds = list(_rounds(self._parts, OuterGrad))
         matrices = {name for name, _ in rounds[0]} if rounds else set()
         written = matrices | self._linear_names
-        stored = _large_stored(self._parts, written)
+        stored: dict[str, DenseGrad] = {}
+        for name, part in self._parts:
+            if isinstance(part, DenseGrad) and name not in written and not _is_small(part):
+                stored.setdefault(name, part)
         written |= stored.keys()
         if new:
             # Matrices and their biases are written rather than filled with zeros and added to, and
@@ -168,28 +171,25 @@ class ManyLayers:
         _add_matrices(rounds[:1], factors_B, sums, new)
         for run in self._linear:
             run.add_sums(factors_B, sums, new)
-        if stored:
-            _add_stored(stored, factors_B, sums, new)
+        plain.add_weighted_row_sums(
+            [_flat(part.grads_BS).unsqueeze(1) for part in stored.values()],
+            factors_B,
+            [_vector(sums[name]) for name in stored],
+            accumulate=not new,
+        )
         _add_others([part for part in self._parts if part[0] not in written], factors_B, sums)
-        self._add_norms_and_small(factors_B, sums)
+        for slots, sums_LBCD in self._norm_runs:
+            _add_norm_run(slots, sums_LBCD, factors_B, sums)
+        if self._side_by_side_BN is not None:
+            total_N = plain.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
+            targets = [_vector(sums[name]) for name, _ in self._small]
+            sizes = [target.numel() for target in targets]
+            torch._foreach_add_(targets, list(total_N.split(sizes)))
         _add_matrices(rounds[1:], factors_B, sums, False)
         # The rest of what a matrix gets, such as the rows of a table that is also a head.
         taken = {id(part) for part in stored.values()}
         rest = [(name, part) for name, part in self._parts if name in written]
         _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
-
-    def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
-        """Add what belongs to groups of its own, which nothing else adds to."""
-        for slots, sums_LBCD in self._norm_runs:
-            _add_norm_run(slots, sums_LBCD, factors_B, sums)
-        if self._side_by_side_BN is not None:
-            total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
-            self._add_small(total_N, sums)
-
-    def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
-        targets = [_vector(sums[name]) for name, _ in self._small]
-        sizes = [target.numel() for target in targets]
-        torch._foreach_add_(targets, list(total_N.split(sizes)))
 
 
 def _linear_layer(parts: Sequence[Named]) -> LinearLayer:
@@ -218,7 +218,7 @@ def _add_matrices(
     for outers in rounds:
         pairs = [(part.right_BTC, part.left_BTR) for _, part in outers]
         outs = [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers]
-        kernels.add_weighted_outer_sums(pairs, factors_B, outs, accumulate=not new)
+        linear_maps.add_weighted_outer_sums(pairs, factors_B, outs, accumulate=not new)
 
 
 def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:
@@ -239,30 +239,10 @@ def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str
         left = later
 
 
-def _large_stored(parts: Sequence[Named], taken: Set[str]) -> dict[str, DenseGrad]:
-    """Large stored gradients of parameters that nothing else writes first, one for each."""
-    found: dict[str, DenseGrad] = {}
-    for name, part in parts:
-        if isinstance(part, DenseGrad) and name not in taken and not _is_small(part):
-            found.setdefault(name, part)
-    return found
-
-
-def _add_stored(
-    stored: dict[str, DenseGrad], factors_B: Tensor, sums: dict[str, Tensor], new: bool
-) -> None:
-    kernels.add_weighted_row_sums(
-        [_flat(part.grads_BS).unsqueeze(1) for part in stored.values()],
-        factors_B,
-        [_vector(sums[name]) for name in stored],
-        accumulate=not new,
-    )
-
-
 def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
     """Add whatever is no matrix product."""
     for biases in _rounds(parts, RowSumGrad):
-        kernels.add_weighted_row_sums(
+        plain.add_weighted_row_sums(
             [part.grad_BTP for _, part in biases],
             factors_B,
             [_vector(sums[name]) for name, _ in biases],

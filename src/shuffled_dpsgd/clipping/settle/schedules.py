@@ -15,11 +15,11 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Settling
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
 from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.kernels import norm_layers
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
@@ -82,8 +82,6 @@ class SettleSchedule(ABC):
                 kept.norm_runs += summed_norms(kept.unsummed)
                 kept.unsummed, kept.unsummed_bytes = [], 0
             return
-        if slot.fixed_route is None:
-            capture = slot.decide(capture, self.rule.choose)
         batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
 
     def finish(self, batch: CapturedBatch) -> None:
@@ -104,7 +102,9 @@ class WholeGradient(SettleSchedule):
     def _settle_all(self, batch: CapturedBatch) -> Tensor:
         rule, kept = self.rule, batch.settling
         filed = [(rule.groups[index], entries) for index, entries in kept.entries.items()]
-        layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
+        layers = ManyLayers(
+            filed, lambda: [*kept.norm_runs, *summed_norms(kept.unsummed)], rule.choose
+        )
         with rule.totals.adding() as (sums, new):
             norms_B = rule.norms(layers.squares(), batch)
             layers.add_sums(rule.factors(norms_B, batch), sums, new)
@@ -116,13 +116,9 @@ def waits_for_others(batch: CapturedBatch, slot: Slot) -> bool:
     return not slot.sharing.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
 
 
-def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
-    return [*kept.norm_runs, *summed_norms(kept.unsummed)]
-
-
 def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     """The per-sample gradients of norm layers, found together because each is little work."""
     norms = [cast(UnsummedNorm, entry.capture) for entry in waiting]
     pairs = [(norm.x_BTD, norm.g_BTD) for norm in norms]
-    runs = kernels.norm_sum_runs(pairs, [norm.eps for norm in norms])
+    runs = norm_layers.norm_sum_runs(pairs, [norm.eps for norm in norms])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Entry
 from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
@@ -35,12 +34,8 @@ class LayerGroup:
         for slot in slots:
             slot.sharing = Sharing(group=index, shared=self.shared)
 
-    def sq_norms(
-        self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
-    ) -> Tensor:
-        """(B,) squared norms of the group's gradients from its `parts`, cross terms included."""
-        if len(entries) == 1 and not self.shared:
-            return entries[0].slot.sq_norms(parts)
+    def sq_norms(self, parts: Sequence[Named], choose: cost.Chooser) -> Tensor:
+        """(B,) squared norms of what the group's `parts` add up to, cross terms included."""
         by_name: dict[str, list[Contribution]] = {}
         for name, part in parts:
             by_name.setdefault(name, []).append(part)

@@ -18,7 +18,7 @@ from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.runtime.shards import Sharding
 
 
-def make_rule(
+def make_schedule(
     slots: Sequence[Slot],
     shapes: Mapping[str, torch.Size],
     owned: Mapping[str, Tensor],
@@ -26,9 +26,15 @@ def make_rule(
     clip: str,
     clip_norm: float,
     strategy: str,
-) -> ClippingRule:
-    """The rule of an engine: shapes of whole parameters, and what of them this rank owns."""
-    return ClippingRule(
+    sharding: Sharding | None,
+) -> SettleSchedule:
+    """All layers at once; layer by layer on several ranks, or with a factor for each layer.
+
+    `shapes` are those of whole parameters, `owned` what of them this rank has.
+    """
+    for slot in slots:
+        slot.choose = cost.STRATEGIES[strategy]
+    rule = ClippingRule(
         groups=group_slots(slots, shapes),
         choose=cost.STRATEGIES[strategy],
         clip=clip_functions.CLIP_FUNCTIONS[clip],
@@ -36,10 +42,6 @@ def make_rule(
         per_group=clip == "per-layer",
         totals=Totals(owned),
     )
-
-
-def schedule_for(rule: ClippingRule, sharding: Sharding | None) -> SettleSchedule:
-    """All layers at once; layer by layer on several ranks, or with a factor for each layer."""
     if sharding is not None and sharding.ranks > 1:
         return LayerByLayer(rule, sharding.scatter)
     if rule.per_group:

@@ -34,7 +34,7 @@ def ratio(entries: list[dict[str, Any]], adapter: str, baseline: str) -> float:
 @pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row[0]} {row[3]}")
 def test_a_row_of_a_step_is_its_record(row: list[str]) -> None:
     name = re.findall(r"`(.+?)`", row[3])[0]
-    path = FOLDER / re.findall(r"\]\((.+?)\)", row[7])[0]
+    path = FOLDER / re.findall(r"\]\((.+?)\)", row[8])[0]
     measurements = json.loads(path.read_text(encoding="utf-8"))["measurements"]
     entries = [e for e in measurements if e["workload"] == name and not e["error"]]
     of_plain = f"{ratio(entries, 'ours', 'plain'):.2f}"
@@ -46,16 +46,23 @@ def test_a_row_of_a_step_is_its_record(row: list[str]) -> None:
     ours = compared(entries, "ours", "plain")
     assert ours is not None
     (plain,) = (e for e in entries if (e["adapter"], e["run"]) == ("plain", ours["run"]))
-    assert row[6] == f"{ours['peak_gib'] / plain['peak_gib']:.2f}"
+    assert row[7] == f"{ours['peak_gib'] / plain['peak_gib']:.2f}"
 
 
-def test_there_are_such_rows() -> None:
+def test_every_row_names_a_commit_and_links_its_records() -> None:
     assert len(STEPS) >= 9
+    listed = set()
+    for row in ROWS:
+        assert re.fullmatch(r"(in )?`[0-9a-f]{7,8}`(, `[0-9a-f]{7,8}`)*", row[1]), row
+        links = re.findall(r"\]\((.+?\.json)\)", row[8])
+        assert links, row
+        listed |= {FOLDER / link for link in links}
+    assert {*(FOLDER / "reports").glob("*.json")} <= listed
 
 
 def test_the_row_of_recurrent_layers_is_its_record() -> None:
-    row = next(row for row in ROWS if "recurrent" in row[7])
-    path = FOLDER / re.findall(r"\]\((.+?)\)", row[7])[0]
+    row = next(row for row in ROWS if "recurrent" in row[8])
+    path = FOLDER / re.findall(r"\]\((.+?)\)", row[8])[0]
     record = json.loads(path.read_text(encoding="utf-8"))
     assert f"`{record['commit']}`" == row[1]
     for column, side, digits in ((4, "plain", 2), (5, "opacus", 1)):
@@ -80,10 +87,12 @@ def test_the_comparison_with_opake_is_its_record() -> None:
         return f"{core[workload, 'plain'] / core[workload, adapter]:.2f}"
 
     gpt, vit = "gpt2-small-8x64", "own-vit-small-8x197"
-    (row,) = (row for row in ROWS if path.name in row[7])
+    (row,) = (row for row in ROWS if path.name in row[8])
     assert row[4] == f"{of_plain(gpt, 'ours')}; {of_plain(vit, 'ours')}"
     assert row[5] == f"{core[gpt, 'opacus:ghost'] / core[gpt, 'ours']:.1f}; fails"
-    assert row[3].endswith(f"{of_plain(gpt, 'opake')}; {of_plain(vit, 'opake')}")
+    assert row[3].endswith(f"{of_plain(gpt, 'opake')}; {of_plain(vit, 'opake')} of plain")
+    times = [core[each, "opake"] / core[each, "ours"] for each in (gpt, vit)]
+    assert row[6] == "; ".join(f"{ratio:.1f}" for ratio in times)
     page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     for name, workload, ghost in (
         ("small GPT-2 8×64", gpt, row[5].partition(";")[0]),
@@ -108,4 +117,4 @@ def test_the_readmes_table_is_the_records() -> None:
     for name, cells in lines:
         row = next(r for r in ROWS if r[0] == "2026-11-15" and f"step `{named[name]}`" in r[3])
         found = [cell.partition(" (")[0] for cell in cells.split(" | ")]
-        assert found == [*row[4].split(", compiled "), row[5], "–", row[6]]
+        assert found == [*row[4].split(", compiled "), row[5], "–", row[7]]

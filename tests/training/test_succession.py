@@ -67,6 +67,7 @@ def test_a_cell_run_again_adds_up_on_the_card() -> None:
         del private
         gc.collect()
     last = start(model)
+    assert epsilon(last) == together(3), "before its first step"
     run(last, Case(make=case.make, data=vectors(), loss=classify), num_steps=1)
     text = str(last.card())
     assert "by PLD of 4 runs" in text

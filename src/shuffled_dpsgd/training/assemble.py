@@ -46,7 +46,7 @@ from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
-from shuffled_dpsgd.training.succession import close_predecessors, remember_run
+from shuffled_dpsgd.training.succession import close_predecessors
 from shuffled_dpsgd.training.symmetries import usable_symmetries
 from shuffled_dpsgd.training.units import Units
 
@@ -243,7 +243,6 @@ def assemble(
     )
     if options.loss is not None:
         private.use_loss(options.loss)
-    remember_run(private)
     return private
 
 

@@ -53,7 +53,7 @@ class _Spent:
     first: str = ""
 
 
-_RUNS: weakref.WeakValueDictionary[int, PrivateTraining] = weakref.WeakValueDictionary()
+_RUNS: weakref.WeakSet[PrivateTraining] = weakref.WeakSet()
 _ON_WEIGHTS = WeakIdKeyDictionary()
 _ON_ROWS: list[_Spent] = []
 
@@ -61,9 +61,9 @@ _ON_ROWS: list[_Spent] = []
 def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Close any run that still holds the model, weights of it or the optimizer, and say so."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    for run in {id(r): r for r in _RUNS.values()}.values():
+    for run in list(_RUNS):
         shared = any(id(p) in trained for p in run.model.parameters())
-        if run.closed or not (shared or run.model is model or run.optimizer is optimizer):
+        if run.closed or not (shared or run.optimizer is optimizer):
             continue
         run.close(because=_SUPERSEDED)
         warnings.warn(
@@ -76,11 +76,6 @@ def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 OTHER_UNITS = "of runs that draw units, no ε of several together is computed"
-
-
-def remember_run(run: PrivateTraining) -> None:
-    """Let a successor find the run, without keeping it alive."""
-    _RUNS[id(run)] = run
 
 
 class History:
@@ -104,6 +99,7 @@ class History:
         self._data = self.in_budget = ""
         if self._budget is not None:
             first_does(run.world, lambda: self._counted().identity)
+        _RUNS.add(run)
 
     def begin(self, data: MapStyle, rows: frozenset[bytes]) -> None:
         """The run is about to draw from `data`; refuse what may not be released of it.
@@ -113,9 +109,10 @@ class History:
         own, seed, run = self._own, self._own.plan.seed, self._owner()
         if not rows <= own.rows:
             own.rows |= rows
-            known = [each for each in _ON_ROWS if each.rows & own.rows and each is not own]
+            others = [each for each in _ON_ROWS if each is not own]
+            known = [each for each in others if not each.rows.isdisjoint(own.rows)]
             self._beside = tuple(each for each in known if each not in self._before)
-            _ON_ROWS[:] = [*(each for each in _ON_ROWS if each is not own), own]
+            _ON_ROWS[:] = [*others, own]
             number = 1 + sum(each.releases > 0 for each in known)
             if self.tells and number > 1:
                 say_once(SAME_ROWS.format(number))
@@ -201,7 +198,9 @@ class History:
         """What others cost with the first `num_steps` of this run, at its δ and adjacency."""
         plan = self._own.plan
         runs = [replace(each.plan.mechanism(), adjacency=plan.adjacency) for each in others]
-        return claim_together([*runs, *([plan.mechanism(num_steps)] * bool(num_steps))], plan.delta)
+        return claim_together(
+            [*runs, *([plan.mechanism(num_steps)] if num_steps else [])], plan.delta
+        )
 
     def _with_these(self, beside: list[_Spent]) -> str:
         others = [*self._earlier(), *beside]

@@ -16,11 +16,7 @@ from shuffled_dpsgd.reports.style import BLUE, HEURISTIC, PROVEN, house_style, s
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = {
-    "step": "one step",
-    "one-run": "one run",
-    "black-box": "black box",
-}
+KINDS = {"step": "one step", "one-run": "one run", "black-box": "black box"}
 NAMES = {"e2e": "E2E", "sst2": "SST-2"}
 Record = dict[str, Any]
 
@@ -37,20 +33,16 @@ def audits_in(results: Path) -> list[Record]:
 
 def words_of(record: Record) -> str:
     """The model, the data and the kind of audit."""
-    config = record["config"]
-    model = f"{config['model']['name']} on {NAMES.get(config['data']['format'], '')}"
-    extra = []
-    if record["mode"] == "one-run" and not record["setting"].get("other_records", True):
-        extra.append("canaries alone")
-    return ", ".join([model, KINDS[record["mode"]], *extra])
+    config, kind = record["config"], KINDS[record["mode"]]
+    alone = "" if record["setting"].get("other_records", True) else ", canaries alone"
+    return f"{config['model']['name']} on {NAMES.get(config['data']['format'], '')}, {kind}{alone}"
 
 
 def judged(record: Record, kind: str) -> Record | None:
     """The verdict on a claim; the paper's is on trial only where its noise was used."""
     if kind == "heuristic" and record["config"]["privacy"]["accounting"] != "paper":
         return None
-    found: list[Record] = [v for v in record["verdicts"] if v["claim"]["kind"] == kind]
-    return found[0] if found else None
+    return next((v for v in record["verdicts"] if v["claim"]["kind"] == kind), None)
 
 
 def claim_of(record: Record, kind: str) -> float | None:
@@ -80,14 +72,13 @@ def draw(audits: Sequence[Record]) -> Figure:
     for label, colour, mark, value_of in looks:
         values = [value_of(record) for record in audits]
         places = [(x, row) for row, x in enumerate(values) if x is not None]
-        axes.plot(
-            *zip(*places, strict=True),
-            mark,
-            color=colour,
-            markersize=9,
-            markeredgewidth=2,
-            label=label,
-        )
+        look: dict[str, Any] = {
+            "color": colour,
+            "label": label,
+            "markersize": 9,
+            "markeredgewidth": 2,
+        }
+        axes.plot(*zip(*places, strict=True), mark, **look)
     axes.set_yticks(range(len(audits)), [words_of(record) for record in audits])
     axes.set_xscale("symlog", linthresh=0.1)
     axes.set(xlabel="ε", xlim=(-0.02, None))

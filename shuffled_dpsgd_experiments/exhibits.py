@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import house_style, on_white, save_figure, to_svg
 from shuffled_dpsgd_experiments.provenance import code
 
@@ -207,7 +208,7 @@ def in_one_file(
         path = request.output / file_of(request.scale)
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = compute(request.scale)
-        raw["environment"] |= code()
+        raw["environment"] = {**raw.get("environment", environment()), **code()}
         text = json.dumps(raw, indent=1, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
         return [path]

@@ -14,16 +14,11 @@ from shuffled_dpsgd_experiments.examination.verb import examine as examine
 
 if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.exhibits import Reproduced
-    from shuffled_dpsgd_experiments.sweeps import SweepProgress
 
 INCOMPLETE = 3
 
 
-@verb(
-    "reproduce fig1 fig3 --output figures",
-    "reproduce table7",
-    "reproduce all --from-results",
-)
+@verb("reproduce fig1 fig3 --output figures", "reproduce table7", "reproduce all --from-results")
 def reproduce(
     names: Annotated[
         list[str] | None,
@@ -86,12 +81,7 @@ def reproduce(
 
     whole = names == ["all"]
     request = Request(
-        output=output,
-        scale=scale,
-        from_results=from_results,
-        drawings=whole,
-        data=data,
-        say=say,
+        output=output, scale=scale, from_results=from_results, drawings=whole, data=data, say=say
     )
     found = []
     for each in find(names):
@@ -172,8 +162,11 @@ def sweep(
     if table:
         complete = all(KnownCells(each).is_complete() for each in sweeps)
     else:
-        tell = _quiet if as_json else _say
-        complete = run_sweeps(sweeps, stop_after=stop_after, on_progress=tell)
+        complete = run_sweeps(
+            sweeps,
+            stop_after=stop_after,
+            on_progress=lambda done: None if as_json else typer.echo(done.describe(), err=True),
+        )
     if as_json:
         rows = [
             {"sweep": each.name, **row.to_json()} for each in sweeps for row in ordered_rows(each)
@@ -183,11 +176,3 @@ def sweep(
         typer.echo("\n".join(table_of(each) for each in sweeps), nl=False)
     if not complete and not table:
         raise typer.Exit(INCOMPLETE)
-
-
-def _say(progress: SweepProgress) -> None:
-    typer.echo(progress.describe(), err=True)
-
-
-def _quiet(progress: SweepProgress) -> None:
-    """Nothing: with --json only the result is printed."""

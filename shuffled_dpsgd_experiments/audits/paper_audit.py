@@ -102,26 +102,13 @@ def paper_audit(
 
 def _row(setting: PaperSetting, epsilon: float) -> dict[str, Any]:
     """One column of the table: the first repetition's estimate, both readings, and two bounds."""
-    calibration = calibrate_paper(
-        epsilon=epsilon,
-        delta=setting.delta,
-        sampling_prob=setting.sampling_prob,
-        num_steps=setting.num_steps,
-        dimension=setting.dimension,
-        batch_clip=setting.batch_clip,
-    )
+    names = ("delta", "sampling_prob", "num_steps", "dimension", "batch_clip")
+    calibration = calibrate_paper(epsilon=epsilon, **{n: getattr(setting, n) for n in names})
     rng = np.random.default_rng([setting.seed, round(1000 * epsilon)])
-    delta = calibration.step_delta
+    delta, noise = calibration.step_delta, calibration.noise_multiplier
+    seen: dict[str, Any] = {"noise_multiplier": noise, "axis_size": setting.axis_size, "rng": rng}
     runs, longer = (
-        [
-            fixed_index_scores(
-                noise_multiplier=calibration.noise_multiplier,
-                axis_size=setting.axis_size,
-                count=count,
-                rng=rng,
-            )
-            for _ in range(setting.repetitions)
-        ]
+        [fixed_index_scores(count=count, **seen) for _ in range(setting.repetitions)]
         for count in (setting.num_observations, 2 * setting.num_observations)
     )
     literally: Dropped = "both" if epsilon == PRUNED else "nothing"
@@ -130,7 +117,7 @@ def _row(setting: PaperSetting, epsilon: float) -> dict[str, Any]:
         "run_epsilon": {"epsilon": epsilon, "kind": "heuristic"},
         "step_epsilon": {"epsilon": calibration.step_epsilon, "kind": "heuristic"},
         "step_delta": delta,
-        "noise_multiplier": calibration.noise_multiplier,
+        "noise_multiplier": noise,
         "printed_in_the_paper": dict(AUDIT).get(epsilon),
         "paper_estimator": {"epsilon": estimate, "kind": "measured", "confidence": None},
         "readings": {

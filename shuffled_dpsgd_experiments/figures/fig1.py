@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import BLUE, INK, RED
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, figure_exhibit, in_one_file
 
@@ -53,7 +52,6 @@ def compute(grid_points: int = GRID_POINTS) -> dict[str, Any]:
             }
             for label, (p, q) in PAIRS.items()
         ],
-        "environment": environment(),
     }
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, ORANGE, RED
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, figure_exhibit, in_one_file
 from shuffled_dpsgd_experiments.figures.lognormal_sum import METHODS, draw_log
@@ -52,7 +51,6 @@ def compute() -> dict[str, Any]:
         "fit_draws": FIT_DRAWS,
         "truth_draws": TRUTH_DRAWS,
         "other_reading": compute_at(SIGMA),
-        "environment": environment(),
     }
 
 

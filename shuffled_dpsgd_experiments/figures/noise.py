@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, certified_bracket
-from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE
 from shuffled_dpsgd_experiments.exhibits import (
     Exhibit,
@@ -54,7 +53,6 @@ def compute_curves(settings: Sequence[Preset] = SIX) -> dict[str, Any]:
     return {
         "kinds": {"unshuffled": "proven", "shuffled": "heuristic", "certified": "proven"},
         "panels": [_panel(setting) for setting in settings],
-        "environment": environment(),
     }
 
 
@@ -88,7 +86,6 @@ def compute_map() -> dict[str, Any]:
         "epsilons": list(MAP_EPSILONS),
         "dimensions": list(DIMENSIONS),
         "noise_multiplier": [[paper_noise(VIT, e, d) for d in DIMENSIONS] for e in MAP_EPSILONS],
-        "environment": environment(),
     }
 
 
@@ -226,12 +223,7 @@ def draw_map(raw: dict[str, Any]) -> Figure:
 
 FIGURES = (
     in_one_file(
-        "fig3",
-        CURVES,
-        lambda scale: compute_curves(),
-        show_curves,
-        draw_curves,
-        has_scales=False,
+        "fig3", CURVES, lambda scale: compute_curves(), show_curves, draw_curves, has_scales=False
     ),
     in_one_file("fig4", MAP, lambda scale: compute_map(), show_map, draw_map, has_scales=False),
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import parse_config
 from shuffled_dpsgd.tasks.advice import preview_shapes
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
@@ -24,7 +23,6 @@ def run(scale: str) -> dict[str, Any]:
     return {
         "scale": scale,
         "rows": [_row(PRESETS[name]) for name in names],
-        "environment": environment(),
     }
 
 

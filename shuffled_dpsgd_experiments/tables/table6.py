@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from shuffled_dpsgd.accounting import certified_bracket
-from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file
 from shuffled_dpsgd_experiments.tables.printed import AUDIT
@@ -19,12 +18,7 @@ def run(scale: str) -> dict[str, Any]:
     """The paper's audit of single steps; `demo` repeats it less often on pure noise."""
     setting = PaperSetting(repetitions=20 if scale == "demo" else 200)
     rows = paper_audit(setting, tuple(epsilon for epsilon, _ in AUDIT))
-    return {
-        "scale": scale,
-        "setting": asdict(setting),
-        "rows": rows,
-        "environment": environment(),
-    }
+    return {"scale": scale, "setting": asdict(setting), "rows": rows}
 
 
 def show(raw: dict[str, Any]) -> Exhibit:

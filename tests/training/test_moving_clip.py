@@ -70,6 +70,7 @@ def test_it_costs_nothing_and_the_card_says_it() -> None:
     assert "attained" not in "\n".join(following.card().certified_lines)
 
 
+@pytest.mark.filterwarnings("ignore:losses are")
 def test_a_record_moves_gradient_and_count_together_by_the_clip_at_most() -> None:
     """Seen before the noise: one record more, clipped or not, moves what is released by C."""
     run = private(clip_quantile=0.5, clip_norm=2.0, noise_multiplier=1.5)

@@ -280,14 +280,18 @@ def test_losses_scaled_by_a_constant_are_said(scaled: Any, said: str) -> None:
 
 
 def test_a_loss_that_goes_backward_unseen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean, or a sum for a GradScaler, would quietly be clipped at another norm."""
+    """Where nothing shows whether it is the sum."""
     monkeypatch.setattr("shuffled_dpsgd.runtime.notices._said", set())
     private = private_mlp()
     batches = private.batches(vectors())
     batch = next(batches)
-    classify(private.model, batch).mean().backward()
+    losses = classify(private.model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses.sum().backward()
+    losses = classify(private.model, batch)
     with pytest.warns(RuntimeWarning, match="went backward by itself"):
-        private.step()
+        (losses @ torch.full_like(losses, 0.1)).backward()
 
 
 def test_losses_divided_by_their_own_lengths_are_nothing_to_say() -> None:

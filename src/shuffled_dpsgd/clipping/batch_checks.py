@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from shuffled_dpsgd.clipping.checks.exchange import (
     Moved,
     tolerance_for,
 )
-from shuffled_dpsgd.clipping.checks.loss_independence import check_losses, refuse_foreign
+from shuffled_dpsgd.clipping.checks.loss_independence import check_losses
 from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.errors import CannotReplayError, RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
@@ -69,7 +69,6 @@ class BatchChecks:
         *,
         model: nn.Module,
         slots: Sequence[Slot],
-        parameters: Mapping[str, nn.Parameter],
         recorder: CaptureRecorder,
         attachment: Attachment,
         rate: float,
@@ -82,14 +81,13 @@ class BatchChecks:
         self.num_samples = self.num_by_coin = 0
         self.axis = BatchAxisCheck(model, slots)
         self.turns = CheckTurns(rate)
-        self.witness = Witness(model, self._is_busy)
+        self.witness = Witness(model, self._is_busy, lambda: [recorder.anchor])
         self.witness.wants.append(self._is_watching)
         self._sharding = sharding
         # Whether some rank looks at the latest batch.
         self._owes_unshard = False
         self._model = model
         self._slots = slots
-        self._parameters = parameters
         self._recorder = recorder
         self._attachment = attachment
         self._kinds = BatchKinds(model, labels_count=numbers_are_means)
@@ -170,20 +168,15 @@ class BatchChecks:
         outputs, self._outputs = self._outputs, ()
         self._recorder.muted = True
         try:
-            # Where another forward of the model is behind the losses, the backward says so.
-            known = {**self._parameters, "anchor": self._recorder.anchor}
-            parameters = None if self._sharding is not None else known
-            self._losses_checked |= check_losses(losses, outputs, parameters)
+            self._losses_checked |= check_losses(losses, outputs)
         finally:
             self._recorder.muted = False
         self.follow_compiled(batch, losses)
 
     def check_number(self, batch: CapturedBatch, loss: Tensor) -> None:
-        """Follow one number for the whole batch back to the outputs."""
+        """One number for the whole batch goes backward: no row of it can be followed."""
         outputs, self._outputs = self._outputs, ()
-        if outputs:
-            refuse_foreign(loss, outputs, self._parameters if self._sharding is None else None)
-            self._losses_checked = True
+        self._losses_checked |= bool(outputs)
         self.follow_compiled(batch, loss)
 
     def follow_compiled(self, batch: CapturedBatch, losses: Tensor | None) -> None:

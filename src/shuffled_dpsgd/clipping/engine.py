@@ -130,7 +130,6 @@ class ClippingEngine:
         self._checks = BatchChecks(
             model=model,
             slots=self._slots,
-            parameters=self._parameters,
             recorder=self._recorder,
             attachment=self._attachment,
             rate=require_share("check_rate", check_rate),

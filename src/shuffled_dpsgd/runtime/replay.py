@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import CannotReplayError
 from shuffled_dpsgd.runtime.attention import allowed_kernels, same_attention
 from shuffled_dpsgd.runtime.hooks import put_first
+from shuffled_dpsgd.runtime.loss_graph import LossGraph, every_backward
 from shuffled_dpsgd.runtime.output_tensors import batch_axes_of, tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
 
@@ -119,27 +119,37 @@ class Witness:
 
     They are all asked before every forward that can be followed by a backward, other than those
     made for checks. `inputs` learns from every such call what has the batch on its first axis.
+    `losses` sees what then goes backward; `own` leaves belong to whatever else is attached.
     """
 
-    def __init__(self, model: nn.Module, is_checking: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        is_checking: Callable[[], bool],
+        own: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
         self.call: Call | None = None
         self.wants: list[Callable[[Any, Mapping[str, Any]], bool]] = []
         self.inputs = BatchedInputs()
+        self.losses = LossGraph(model, own)
         self._model = model
         self._is_checking = is_checking
-        self._hooks: list[RemovableHandle] = []
+        self._attached = ExitStack()
         self._replaying = False
 
     def listen(self) -> None:
         """Attach to the model; before the first forward of whatever else is attached."""
-        before = put_first(self._model, self._before)
-        self._hooks = [before, self._model.register_forward_hook(self._after)]
+        self._attached.callback(put_first(self._model, self._before).remove)
+        self._attached.callback(self._model.register_forward_hook(self._after).remove)
+        self._attached.enter_context(every_backward(self._look))
 
     def stop(self) -> None:
         """Leave nothing on the model."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._attached.close()
+
+    def _look(self, losses: Sequence[Tensor]) -> None:
+        if not self._replaying and not self._is_checking():
+            self.losses.look(losses)
 
     def ask(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether anybody wants the call that is about to be made."""
@@ -153,13 +163,21 @@ class Witness:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_idle():
+            self.losses.note_inputs(tree_flatten((args, dict(kwargs)))[0])
             wanted = self.ask(args, kwargs)
             self.call = Call.now(self._model, args, kwargs) if wanted else None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_idle() or self.call is None:
+        if torch.compiler.is_compiling() or self._is_idle():
             return None
-        call, taps = self.call, {}
+        if self.call is not None:
+            output = self._tapped(self.call, output)
+        self.losses.note_outputs(tensors_in(output))
+        return None if self.call is None else output
+
+    @staticmethod
+    def _tapped(call: Call, output: Any) -> Any:
+        taps: dict[int, Tensor] = {}
         call.is_random = call.before.of_torch_alone() != call.before.again().of_torch_alone()
         for place, leaf in enumerate(tensors_in(output)):
             if leaf.requires_grad:

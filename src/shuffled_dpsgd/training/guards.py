@@ -11,11 +11,19 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
+from shuffled_dpsgd.runtime.notices import say_once
 
 DIVERGENCE_ADVICE = (
     "try a smaller learning rate, a larger expected_batch_size (noise is divided by it), "
     "a learning-rate warm-up, or float32 where bfloat16 overflows; "
     "resume from the last checkpoint, the budget spent so far stays spent"
+)
+
+# GradScaler begins at 2^16 and halves that at every overflow.
+_SMALLEST_SCALE = 2.0**8
+_NO_SCALES = (
+    "leave out accumulation steps and loss scalers (logical batches are split for you, and "
+    "bfloat16 needs no scaler), or scale clip_norm alike"
 )
 
 UNSEEN_LOSSES = (
@@ -79,25 +87,32 @@ def check_losses(losses: torch.Tensor, *, expected: int | None, may_be_mean: boo
     return int(losses.shape[0])
 
 
-def warn_if_scaled(losses: torch.Tensor) -> None:
-    """Say that losses come multiplied or divided by a constant, as far as their last step shows it.
+def check_scale(factor: float, of: str, *, may_be_mean: bool) -> None:
+    """Refuse, or say, that a loss comes multiplied by a constant, as far as its graph shows it.
 
-    Dividing by accumulation steps, or a `GradScaler`, scales what is clipped.
+    `of` says what is: a mean, a sum, or "" where nobody can tell. A sum is clipped elsewhere then,
+    and a declared mean is no mean.
+
+    Raises:
+        InvalidArgumentError: a mean that is scaled or not declared, or a gradient scaler's loss.
     """
-    last: Any = losses.grad_fn
-    if last is None or type(last).__name__ not in ("DivBackward0", "MulBackward0"):
-        return
-    factor = getattr(last, "_saved_other", None)
-    if factor is None or factor.dim() > 0 or factor.requires_grad or float(factor) == 1.0:
-        return
-    verb = "divided" if type(last).__name__ == "DivBackward0" else "multiplied"
-    warnings.warn(
-        f"losses are {verb} by {float(factor):g} before the clip, and nothing undoes it: leave out "
-        "accumulation steps and loss scalers (logical batches are split for you, and bfloat16 "
-        "needs no scaler), or scale clip_norm alike",
-        UserWarning,
-        stacklevel=3,
-    )
+    is_scaled = not math.isclose(factor, 1.0, rel_tol=1e-6)
+    scaler = factor >= _SMALLEST_SCALE and math.log2(factor).is_integer()
+    is_share = 0.0 < factor < 1.0
+    verb = f"divided by {1.0 / factor:g}" if is_share else f"multiplied by {factor:g}"
+    verb = f"{verb}, as by a GradScaler" if scaler else verb if is_scaled else "a mean"
+    if (of == "mean" and (is_scaled or not may_be_mean)) or scaler:
+        raise InvalidArgumentError(
+            "losses",
+            expected="one loss per sample, their sum, or a declared mean",
+            got=f"{verb}, which is clipped at another norm than clip_norm",
+            remedy=f"call private.backward(losses), or declare loss_reduction='mean'; {_NO_SCALES}",
+        )
+    if is_scaled and not may_be_mean:
+        said = f"losses are {verb} before the clip, and nothing undoes it: {_NO_SCALES}"
+        warnings.warn(said, UserWarning, stacklevel=2)
+    elif not of and not may_be_mean:
+        say_once(UNSEEN_LOSSES)
 
 
 def check_count(count: int, *, drawn: int, padded: bool = False) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import ExchangeTest, Moved, tolerance_for
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_fast_attention
+from shuffled_dpsgd.runtime.loss_graph import edge_of, refuse_foreign, walk_back
 from shuffled_dpsgd.runtime.output_tensors import tensors_in
 from shuffled_dpsgd.runtime.random_states import RandomStates
 from shuffled_dpsgd.runtime.replay import Observed, some_entries, without_a_trace
@@ -174,7 +174,10 @@ class LossExchange:
         if not own.requires_grad:
             return Observed(values=[value], grads={})
         parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        refuse_foreign(losses, [out for out in outputs if out.requires_grad], parameters)
+        found, leaves = walk_back(
+            [edge_of(losses)], {edge_of(out) for out in outputs if out.requires_grad}
+        )
+        refuse_foreign(leaves if found else (), self._model.parameters(), where="loss")
         for parameter in parameters.values():
             parameter.grad = None
         own.sum().backward()

@@ -68,11 +68,6 @@ class MovingClip:
         self._rows = 0
 
     @property
-    def scaled_rows(self) -> int:
-        """The records of this step whose losses came through `scaled`."""
-        return self._rows
-
-    @property
     def names(self) -> tuple[str, ...]:
         """What is released besides the parameters' gradients."""
         return (COORDINATE,) if self._share else ()

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
@@ -34,7 +33,6 @@ from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
-from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
@@ -42,12 +40,11 @@ from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.guards import (
-    UNSEEN_LOSSES,
     WeightCheck,
     check_finite,
     check_losses,
+    check_scale,
     check_usable,
-    warn_if_scaled,
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
@@ -174,6 +171,7 @@ class PrivateTraining:
         else:
             self._referee.witness = self._witness
             self._witness.wants.append(self._referee.wants)
+        (self._witness or engine.witness).losses.scales.append(self._check_scale)
         self.referee = self.moving_clip.watched(self._referee)
         self._door = Door(
             names=(*self._trainable, *self.moving_clip.names),
@@ -389,15 +387,11 @@ class PrivateTraining:
             # This rank has nothing to count and runs one record to keep in step with the others.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
-        if self.steps_taken == 0 and self.plan.sampling == "poisson":
-            warn_if_scaled(losses)
         self._neighbours.check_losses(losses)
         # Started here, so that a GPU has finished it when the step waits for the norms.
         self._weights.ask()
         if reduced and self._witness is None:
             self.engine.check_number(losses)
-        elif self._witness is not None and self.ledger.spent == 0:
-            refuse_foreign(losses, (), self._trainable)
         if current is not None and current.part.weights:
             losses, count = by_unit(losses, current.part), current.part.samples
             self._num_averaged += current.size
@@ -416,6 +410,13 @@ class PrivateTraining:
         else:
             self.engine.backward(losses)
         self._settle_referee()
+
+    def _check_scale(self, find: Callable[[], tuple[float, str]]) -> None:
+        """A loss is about to go backward, in whatever way."""
+        if self.ledger.spent == 0 and self.plan.sampling == "poisson":
+            factor, of = find()
+            mean = self.plan.loss_reduction == "mean"
+            check_scale(factor * self.moving_clip.level, of, may_be_mean=mean)
 
     def _settle_referee(self) -> None:
         """Have the referee compare this batch, if it is due, before its inputs can change."""
@@ -732,8 +733,6 @@ class PrivateTraining:
             self._drawn.check_count(norms.numel())
         poisson = self.plan.sampling == "poisson"
         drawn = self._drawn.num_drawn if poisson else norms.numel()
-        if self.moving_clip.scaled_rows < norms.numel() and self.plan.loss_reduction == "sum":
-            say_once(UNSEEN_LOSSES)
         engine = self.moving_clip.counted(self.engine)
         self._door.inspect(engine, self.referee, step=self.steps_taken, drawn=drawn)
         return norms

@@ -78,6 +78,8 @@ def test_it_comes_near_the_certified_claim_and_says_what_it_assumes() -> None:
     assert report.to_json()["attacks"][0]["assumptions"] == list(STEP_ASSUMPTIONS)
     assert not report.refutes_a_proven_claim
     card = report.card
+    took = "an audit took the place of the run's engine, mechanism, referee, sampler"
+    assert f"not checked: {took}" in str(card)
     assert card.verdicts["certified"] == "consistent with the audit"
     assert "(measured, if every step is Gaussian) by noise of every step" in str(card)
 

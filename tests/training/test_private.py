@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -528,3 +529,29 @@ def test_the_card_says_when_the_shuffle_is_still_to_come() -> None:
     assert "at-release (not yet applied)" in private.card().shuffle
     private.release()
     assert "not yet" not in private.card().shuffle
+
+
+PARTS = ("plan", "engine", "sampler", "mechanism", "ledger", "streams", "referee")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_claimed_once_a_part_was_replaced(part: str) -> None:
+    """Nobody knows what another object does, also where it behaves, or is taken out again."""
+    private = private_mlp()
+    own = getattr(private, part)
+    setattr(private, part, copy.copy(own))
+    run(private, mlp_case(), num_steps=1)
+    setattr(private, part, own)
+    run(private, mlp_case())
+    card = private.card()
+    assert card.certified is None
+    assert "(proven)" not in str(card)
+    assert card.why_not_certified == (f"another object took the place of the run's {part}",)
+
+
+def test_nothing_is_claimed_by_a_ledger_that_came_afterwards() -> None:
+    private = private_mlp()
+    run(private, mlp_case())
+    assert private.card().certified is not None
+    private.ledger = private_mlp().ledger
+    assert private.card().certified is None

@@ -101,9 +101,8 @@ def tap(private: PrivateTraining, extra: Callable[[Tensors], Tensors]) -> Record
     """Inject `extra` into every step of the run, with nobody at the door, and record releases."""
     refuse_shared_steps(private.plan)
     recorder = RecordingMechanism(private.mechanism)
-    private.engine = InjectingEngine(private.engine, extra)  # type: ignore[assignment]
-    private.mechanism = recorder
-    private.referee = Unwatched()
+    engine = InjectingEngine(private.engine, extra)
+    private.audit_with(engine=engine, mechanism=recorder, referee=Unwatched())
     return recorder
 
 

@@ -190,6 +190,10 @@ class PrivateTraining:
             take_empty_step=self._update,
             check=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
+        # What a claim rests on.
+        parts = ("plan", "engine", "sampler", "mechanism", "ledger", "streams", "referee")
+        self._parts = {name: getattr(self, name) for name in parts}
+        self._gone, self._audited = set[str](), set[str]()
         self._unit_rows: UnitRows | None = None
         self._num_averaged = 0
         if plan.records_per_unit:
@@ -451,6 +455,16 @@ class PrivateTraining:
         self._update()
         return True
 
+    def audit_with(self, **parts: Any) -> None:
+        """Put an audit's own objects in the place of parts: the plan's claims stay, and it is said.
+
+        Whoever replaces a part otherwise loses every claim.
+        """
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._parts |= parts
+        self._audited |= set(parts)
+
     def use_loss(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         """Test on batches of the run that `loss(model, batch)` treats each record by itself."""
         self._neighbours.use_loss(loss)
@@ -545,6 +559,8 @@ class PrivateTraining:
 
     def card(self) -> PrivacyCard:
         """The privacy card: what may be claimed about everything released so far."""
+        parts = ", ".join(sorted(self._audited))
+        audited = [f"not checked: an audit took the place of the run's {parts}"] if parts else []
         card = write_card(
             self.plan,
             num_steps=self.ledger.spent,
@@ -554,7 +570,7 @@ class PrivateTraining:
             samples_checked=self.engine.num_checked_by_coin,
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
-            not_checked=self._neighbours.not_checked,
+            not_checked=(*self._neighbours.not_checked, *audited),
             shows_sums=self._optimizer.shows_sums and self.plan.clip_quantile is None,
         )
         # A rank of a sharded run has its own rows only, so it has no digest of the whole.
@@ -582,10 +598,13 @@ class PrivateTraining:
 
     def _why_not_certified(self) -> tuple[str, ...]:
         """Events of this run after which no ε can be certified."""
-        if self.plan.secure:
-            return ()
-        reasons = [SEEDED_TWICE] if self.ledger.repeated_steps else []
-        return (*reasons, *([NO_LEDGER] if self.resumed_without_ledger else ()))
+        self._gone |= {n for n, part in self._parts.items() if getattr(self, n) is not part}
+        gone = ", ".join(sorted(self._gone))
+        reasons = [f"another object took the place of the run's {gone}"] if gone else []
+        if not self.plan.secure:
+            reasons += [SEEDED_TWICE] if self.ledger.repeated_steps else []
+            reasons += [NO_LEDGER] if self.resumed_without_ledger else []
+        return tuple(reasons)
 
     def close(self, *, because: str = "private.close() was called") -> None:
         """Remove all hooks, but for the one that warns who saves others than released weights."""
@@ -700,7 +719,7 @@ class PrivateTraining:
             release=Release.of(self.plan, norms_of_blocks),
         )
         self.steps_taken += 1
-        self.history.note()
+        self.history.note(self._why_not_certified())
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             with self.clock.part("shuffle"):
                 self.shuffling.permute(step)

@@ -51,6 +51,12 @@ class _Spent:
     rows: frozenset[bytes] = frozenset()
     releases: int = 0
     first: str = ""
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def uncertifiable(self) -> tuple[str, ...]:
+        """Why its plan, or what happened to it, allows no claim."""
+        return (*self.plan.uncertifiable, *self.why_not)
 
 
 _RUNS: weakref.WeakSet[PrivateTraining] = weakref.WeakSet()
@@ -146,9 +152,9 @@ class History:
 
         self.in_budget = first_does(self._owner().world, entered)
 
-    def note(self) -> None:
-        """A step was released."""
-        run = self._owner()
+    def note(self, why_not: tuple[str, ...]) -> None:
+        """A step was released; nothing is certified for the reasons given."""
+        run, self._own.why_not = self._owner(), why_not
         if not self._own.releases:
             self._own.first = run.ledger.entries()[0].token
         self._own.releases = run.ledger.spent
@@ -172,10 +178,10 @@ class History:
         if beside and self._budget is None:
             notes.append(
                 f"{len(beside)} earlier run{'s' if len(beside) > 1 else ''} of this process on "
-                f"these rows, other models: {self._with_these(beside)}"
+                f"these rows, other models: {self._with_these(beside, card)}"
             )
         card = replace(card, not_covered=(*card.not_covered, *notes))
-        reasons = {why for each in same for why in each.plan.uncertifiable}
+        reasons = {why for each in same for why in each.uncertifiable}
         if same and any(plan.records_per_unit for plan in (self._own.plan, *_plans(same))):
             reasons.add(OTHER_UNITS)
         if reasons and card.certified is not None:
@@ -202,9 +208,9 @@ class History:
             [*runs, *([plan.mechanism(num_steps)] if num_steps else [])], plan.delta
         )
 
-    def _with_these(self, beside: list[_Spent]) -> str:
+    def _with_these(self, beside: list[_Spent], card: PrivacyCard) -> str:
         others = [*self._earlier(), *beside]
-        if self._own.plan.uncertifiable or any(each.plan.uncertifiable for each in others):
+        if card.certified is None or any(each.uncertifiable for each in others):
             return "not all of them have a certified ε"
         if any(plan.records_per_unit for plan in (self._own.plan, *_plans(others))):
             return OTHER_UNITS

@@ -53,10 +53,10 @@ class WeightAverage:
     def change_places(self, model: nn.Module) -> None:
         """Swap the model's weights and the average."""
         for name, mine in self.weights.items():
-            theirs = held(model.get_parameter(name))
+            theirs, ours = held(model.get_parameter(name)), held(mine)
             kept = theirs.clone()
-            theirs.copy_(held(mine))
-            held(mine).copy_(kept)
+            theirs.copy_(ours)
+            ours.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, which stores the rows of every rank."""

@@ -190,21 +190,12 @@ def ids_of(record: Record) -> list[int]:
     return record[0].ids if isinstance(record[0], PairIds) else record[0]
 
 
-class TokenRecords(Sequence[Record]):
+class TokenRecords(list[Record]):
     """Encoded records as a data set with their lengths."""
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._records = records
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Record:  # type: ignore[override]  # no slices
-        return self._records[index]
 
     def length(self, index: int) -> int:
         """The number of token ids of a record."""
-        return len(ids_of(self._records[index]))
+        return len(ids_of(self[index]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,29 +125,14 @@ def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
         ) from error
     if images is None or labels is None:
         raise InvalidArgumentError(str(path), expected=f"an .npz with {names}", got=there)
-    _check_images(f"{path}: {names[0]}", images)
-    where = f"{path}: {names[1]}"
-    _check_classes(where, labels, num_labels)
-    if len(images) != len(labels):
-        raise InvalidArgumentError(
-            where, expected=f"one for each of {len(images)} images", got=len(labels)
-        )
-    return images, labels.astype("int64")
-
-
-def _check_images(where: str, images: Any) -> None:
-    shape = tuple(images.shape)
+    shape, where = tuple(images.shape), f"{path}: {names[1]}"
     if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or images.dtype != "uint8":
         raise InvalidArgumentError(
-            where,
+            f"{path}: {names[0]}",
             expected="uint8 images of shape (N, height, width, 3), from 0 to 255",
             got=f"{images.dtype} of shape {shape}",
             remedy=_REMEDY,
         )
-
-
-def _check_classes(where: str, labels: Any, num_labels: int) -> None:
-    """Refuse labels that are not one class from 0 to `num_labels` - 1 for each image."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise InvalidArgumentError(
             where,
@@ -163,3 +148,8 @@ def _check_classes(where: str, labels: Any, num_labels: int) -> None:
             got=shortened(int(labels[wrong[0]])),
             remedy="correct the record, or data.num_labels",
         )
+    if len(images) != len(labels):
+        raise InvalidArgumentError(
+            where, expected=f"one for each of {len(images)} images", got=len(labels)
+        )
+    return images, labels.astype("int64")

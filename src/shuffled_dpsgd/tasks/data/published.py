@@ -84,15 +84,12 @@ class PublishedSet:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _read(facts: Mapping[str, Any]) -> PublishedSet:
-    hub = HubPlace(**{key: _frozen(value) for key, value in facts["hub"].items()})
-    stems = {split: tuple(found) for split, found in facts["stems"].items()}
-    given = {key: _frozen(value) for key, value in facts.items()}
-    return PublishedSet(**given | {"hub": hub, "stems": stems})
-
-
-_FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PUBLISHED = MappingProxyType({name: _read(facts) for name, facts in _FACTS.items()})
+_FACTS = _frozen(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
+PUBLISHED = MappingProxyType(
+    {n: PublishedSet(**{**facts, "hub": HubPlace(**facts["hub"])}) for n, facts in _FACTS.items()}
+)

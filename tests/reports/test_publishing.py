@@ -237,6 +237,7 @@ def test_only_certified_claims_enter(made: PrivacyCard, write: Any) -> None:
         (made_card(epsilon=None, noise_multiplier=0.0), "no certified ε"),
         (replace(made, steps_released=0), "no step"),
         (made.with_audits(replace(bound, epsilon=9.0)), "refuted"),
+        (made.about(**{"not about": "the weights it has now"}), "not about the weights"),
     ):
         with pytest.raises(ShuffledDPError, match=why):
             write(card)

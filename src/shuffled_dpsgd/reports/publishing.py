@@ -23,7 +23,7 @@ from shuffled_dpsgd.core.card import (
 )
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
-from shuffled_dpsgd.training.card import REFUTED, PrivacyCard
+from shuffled_dpsgd.training.card import NOT_ABOUT, REFUTED, PrivacyCard
 
 SOFTWARE = "shuffled-dpsgd"
 TO_FILL = "TO BE FILLED IN BY THE CURATOR"
@@ -50,6 +50,8 @@ def certified_claim_of(card: PrivacyCard) -> PrivacyClaim:
         why = "its ε is infinite"
     elif card.verdicts.get("certified") == REFUTED:
         why = "an audit refuted its certified ε"
+    elif NOT_ABOUT in card.subject:
+        why = f"it is not about {card.subject[NOT_ABOUT]}"
     else:
         _require_filled(card.subject, "subject")
         return claim

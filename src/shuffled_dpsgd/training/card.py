@@ -27,6 +27,8 @@ from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
 PAPER, AUDITED, REFUTED = "paper's estimate", "audited bounds", "claim refuted"
+# A line of its subject, where the model had other weights by then.
+NOT_ABOUT = "not about"
 SMALL_PRINT = (
     "small print: the formula is for noise that it calibrated itself, and says little about other "
     "noise; this noise was not calibrated by it"

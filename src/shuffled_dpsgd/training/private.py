@@ -35,7 +35,7 @@ from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
-from shuffled_dpsgd.training.card import PrivacyCard, write_card
+from shuffled_dpsgd.training.card import NOT_ABOUT, PrivacyCard, write_card
 from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
@@ -57,7 +57,7 @@ from shuffled_dpsgd.training.metrics import (
 )
 from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import describe_weights, watch_saves
+from shuffled_dpsgd.training.released_weights import describe_weights, digests, watch_saves
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
@@ -130,6 +130,7 @@ class PrivateTraining:
         self.steps_taken = 0
         self.released = False
         self._released_as: dict[str, list[str]] | None = None
+        self._trained_as: set[str] | None = None
         watch_saves(model, None)
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms: torch.Tensor = torch.empty(0)
@@ -541,14 +542,15 @@ class PrivateTraining:
     def note_released(self) -> None:
         """Record digests of the released weights, for the card and for whoever saves others."""
         self._released_as = known = describe_weights(self.model) if self.released else None
+        self._trained_as = self._trained_now()
         watch_saves(self.model, None if known is None or self.is_sharded else known["trained"])
 
-    def _was_changed(self) -> bool:
-        return self._released_as not in (None, describe_weights(self.model))
+    def _trained_now(self) -> set[str] | None:
+        return digests(self._trainable.values()) if self.released else None
 
     def check_released(self) -> None:
         """Refuse weights that were changed after `release()`."""
-        if self._was_changed():
+        if self._released_as not in (None, describe_weights(self.model)):
             raise InvalidArgumentError(
                 "model",
                 expected="the weights as release() left them, which the privacy card is about",
@@ -577,7 +579,7 @@ class PrivateTraining:
         known = {} if self.is_sharded else self._released_as or {}
         card = replace(card, weights=known)
         subject = {"unit": describe_unit(self.plan, self.unit, self.rows, self.units)}
-        subject |= {"not about": CHANGED} if self._was_changed() else {}
+        subject |= {NOT_ABOUT: CHANGED} if self._trained_as != self._trained_now() else {}
         return self.history.added_to(card).about(**subject)
 
     @property

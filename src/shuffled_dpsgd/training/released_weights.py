@@ -31,13 +31,13 @@ class ChangedWeightsWarning(UserWarning):
 
 def describe_weights(model: nn.Module) -> dict[str, list[str]]:
     """Digests of the trained tensors, and of all others that a saved model has."""
-    trained = all_held(p for p in model.parameters() if p.requires_grad)
+    trained = (p for p in model.parameters() if p.requires_grad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChangedWeightsWarning)  # This saves nothing.
         state = model.state_dict()
-    every = all_held(v for v in state.values() if isinstance(v, Tensor))
-    known = _digests(trained)
-    return {"trained": sorted(known), "others": sorted(_digests(every) - known)}
+    every = (v for v in state.values() if isinstance(v, Tensor))
+    known = digests(trained)
+    return {"trained": sorted(known), "others": sorted(digests(every) - known)}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SaveWatch:
     trained: frozenset[str]
 
     def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self.trained <= _digests(all_held(model.parameters())):
+        if not self.trained <= digests(model.parameters()):
             warnings.warn(
                 "the weights about to be saved are others than release() left, which the privacy "
                 "card is about: publish no card with them, unless they were made of released "
@@ -95,7 +95,7 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
             got="one without",
             remedy="write it after private.release(); a model under fully_shard has none",
         )
-    found = _digests(_tensors_of(saved))
+    found = digests(_tensors_of(saved))
     missing = len(set(weights["trained"]) - found)
     if missing:
         raise _refusal(f"{missing} of {len(weights['trained'])} trained tensors that are others")
@@ -104,10 +104,10 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
         raise _refusal(f"{strange} tensors beside them that nobody released")
 
 
-def _digests(tensors: Iterable[Tensor]) -> set[str]:
+def digests(tensors: Iterable[Tensor]) -> set[str]:
     """By content: tied tensors are one, whatever they are called."""
     found = set()
-    for tensor in chain.from_iterable(map(parts_of, tensors)):
+    for tensor in chain.from_iterable(map(parts_of, all_held(tensors))):
         whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

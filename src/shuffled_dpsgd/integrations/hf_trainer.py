@@ -266,8 +266,10 @@ class DPTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's model card with the privacy section and no scores, which have no noise."""
         logged, self.state.log_history = self.state.log_history, []
-        super().create_model_card(*args, **kwargs)
-        self.state.log_history = logged
+        try:
+            super().create_model_card(*args, **kwargs)
+        finally:
+            self.state.log_history = logged
         if self.private is not None:
             self._write_card()
 

@@ -70,14 +70,14 @@ def healthy(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def cost(steps: int) -> Iterator[dict[str, Any]]:
-    """What checks take before the first release, and their share of each step after it."""
+    """What checks take before the first release, and their share of the time after it."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=1000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=512, num_labels=healthy_zoo.CLASSES,
+        vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=1024, num_labels=healthy_zoo.CLASSES,
     )  # fmt: skip
-    ids = torch.randint(1000, (4096, 64))
+    ids = torch.randint(8000, (4096, 128))
     rows = [{"ids": row, "y": label % 3} for label, row in enumerate(ids)]
 
     def texts(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ def cost(steps: int) -> Iterator[dict[str, Any]]:
     found = {"MLP of 6 inputs": _shares(make(), steps, data, loss, collate)}
     yield found
     bert = BertForSequenceClassification(config)
-    found["BERT of 2 layers"] = _shares(bert, max(steps // 20, 1), rows, texts, None)
+    found["BERT of 4 layers"] = _shares(bert, max(steps // 20, 2), rows, texts, None)
     yield found
 
 
@@ -99,21 +99,25 @@ def _shares(model: nn.Module, steps: int, data: Any, loss: Any, collate: Any) ->
         physical_batch_size=48, loss=loss,
     )  # fmt: skip
     private.clock.start()
-    began = first = time.perf_counter()
-    checks = 0.0
+    # Seconds of checks and of everything: at the start, after the first step, half way, at the end.
+    marks = [(0.0, time.perf_counter())]
     for batch in private.batches(data, collate=collate):
         private.backward(loss(model, batch))
-        if private.step() and private.steps_taken == 1:
-            first, checks = time.perf_counter(), private.clock.seconds()["checks"]
-    seconds = time.perf_counter() - first
-    later = private.clock.seconds()["checks"] - checks
+        if private.step() and private.steps_taken in (1, steps // 2, steps):
+            marks.append((private.clock.seconds()["checks"], time.perf_counter()))
     private.close()
-    long = (checks + LONG_RUN / steps * later) / (first - began + LONG_RUN / steps * seconds)
+    checks, everything = zip(*marks, strict=True)
+    # By half way, every kind of batch has come that there is.
+    later, seconds = checks[3] - checks[2], everything[3] - everything[2]
+    more = (LONG_RUN - steps // 2) / (steps - steps // 2)
+    long = (checks[2] + more * later) / (everything[2] - everything[0] + more * seconds)
     return {
         "steps": steps,
-        "seconds_of_a_step": round(seconds / max(steps - 1, 1), 4),
-        "seconds_of_checks_before_the_first_release": round(checks, 2),
-        "share_of_checks_in_later_steps": round(later / seconds, 4),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds_of_a_step": round(seconds / (steps - steps // 2), 4),
+        "seconds_of_checks_before_the_first_release": round(checks[1], 2),
+        "seconds_of_checks_in_the_first_half_besides": round(checks[2] - checks[1], 2),
+        "share_of_checks_in_the_second_half": round(later / seconds, 4),
         f"share_of_{LONG_RUN}_steps": round(long, 4),
     }
 

@@ -36,6 +36,8 @@ class _Room(NamedTuple):
     def refuse_misfits(self, values: Any, where: Callable[[int], str]) -> None:
         """Refuse values that are not among them; `where` says where one is."""
         values = torch.as_tensor(values)
+        if not values.numel() or (values.min() >= 0 and values.max() < self.size):
+            return
         bad = ((values < 0) | (values >= self.size)) & (values != self.ignored)
         for value in values[bad][:1].tolist():
             raise InvalidArgumentError(

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from shuffled_dpsgd import accounting
+from shuffled_dpsgd.accounting.bracket import Bracket
 from shuffled_dpsgd.cli.accounting import _remark
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.training import PrivacyOptions, make_plan
 
 RUN = ["--sampling-prob", "0.02", "--num-steps", "500", "--delta", "5e-6"]
 
@@ -72,6 +75,8 @@ def test_no_noise_is_infinite_for_people_and_null_for_machines() -> None:
     done = CliRunner().invoke(app, ["account", "--noise-multiplier", "0", *RUN, *paper])
     assert done.exit_code == 0
     assert "∞" in done.stdout
+    assert "claims nothing" in done.stdout
+    assert "nothing is proven of any record" in done.stdout
 
 
 def test_the_table_carries_the_kind_and_the_interval() -> None:
@@ -81,11 +86,53 @@ def test_the_table_carries_the_kind_and_the_interval() -> None:
     assert "The exact ε lies between" in done.stdout
 
 
+def test_an_interval_that_says_little_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of q = 1.6e-6, σ = 0.707, T = 9705, δ = 1.5e-19, which takes long to compute."""
+    wide = Bracket(lower=0.0085, upper=0.5255)
+    monkeypatch.setattr(accounting, "certified_bracket", lambda **_: wide)
+    done = CliRunner().invoke(app, ["account", "--noise-multiplier", "2", *RUN])
+    assert "The exact ε lies between" not in done.stdout
+    assert run("--noise-multiplier", "2", *RUN)["certified"]["bracket"] == [0.0085, 0.5255]
+
+
+SIZES = ["--dataset-size", "1000", "--batch-size", "100", "--epochs", "3", "--delta", "1e-4"]
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        (["--largest-batch", "110"], {"largest_batch": 110}),
+        (["--bands", "4"], {"noise": "banded", "bands": 4}),
+    ],
+)
+def test_special_runs_cost_what_their_card_says(given: list[str], changes: dict[str, Any]) -> None:
+    """`calibrate` finds the noise that a run of that ε gets; there is no interval for either."""
+    found = run("--noise-multiplier", "1.1", *SIZES, *given)
+    options: dict[str, Any] = {"dataset_size": 1000, "expected_batch_size": 100, "epochs": 3}
+    options |= {"delta": 1e-4, "shuffle": "off", **changes}
+    asked = PrivacyOptions(**options, noise_multiplier=1.1)
+    claim = make_plan(asked, sizes={"a": 1}, moved=frozenset()).certified()
+    assert claim is not None
+    assert found["certified"]["epsilon"] == claim.epsilon
+    assert found["certified"]["inputs"] == dict(claim.inputs)
+    assert "bracket" not in found["certified"]
+    assert found["rdp"]["epsilon"] is None
+    assert "none for this accountant" in found["rdp"]["refusal"]
+    wanted = ["calibrate", "--epsilon", "20", *SIZES, *given, "--json"]
+    noise = json.loads(CliRunner().invoke(app, wanted).stdout)["certified"]["noise_multiplier"]
+    plan = make_plan(PrivacyOptions(**options, epsilon=20), sizes={"a": 1}, moved=frozenset())
+    assert noise == pytest.approx(plan.smallest_noise_multiplier, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--noise-multiplier", "-1", *RUN], "noise_multiplier"),
         (["--noise-multiplier", "1", *RUN, "--dimension", "5"], "batch_clip"),
+        (["--noise-multiplier", "1", *RUN, "--largest-batch", "5"], "--dataset-size"),
+        (["--noise-multiplier", "1", *RUN, "--bands", "1"], "--bands"),
+        (["--noise-multiplier", "1", *RUN, "--bands", "2", "--largest-batch", "9"], "--largest"),
+        (["--noise-multiplier", "1", *RUN, "--bands", "99"], "sampling_prob"),
         (["--noise-multiplier", "1", *RUN, "--batch-clip", "5"], "dimension"),
         (
             ["--noise-multiplier", "1", "--delta", "1e-5", "--dataset-size", "10"],

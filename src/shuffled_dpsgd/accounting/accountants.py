@@ -19,7 +19,7 @@ from shuffled_dpsgd.accounting.calibration import (
     smallest_noise_multiplier,
 )
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
-from shuffled_dpsgd.accounting.rdp import rdp_epsilon, refuse_truncated
+from shuffled_dpsgd.accounting.rdp import rdp_epsilon, refuse_special
 from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, claim_for
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
@@ -36,6 +36,9 @@ class Target:
     sampling_prob: float
     num_steps: int
     adjacency: Adjacency = "add-remove"
+    largest_batch: int | None = None
+    dataset_size: int | None = None
+    steps_per_block: int | None = None
 
     def __post_init__(self) -> None:
         check_epsilon(self.epsilon)
@@ -44,12 +47,8 @@ class Target:
 
     def mechanism(self, noise_multiplier: float) -> SampledGaussian:
         """The run with this much noise."""
-        return SampledGaussian(
-            noise_multiplier=noise_multiplier,
-            sampling_prob=self.sampling_prob,
-            num_steps=self.num_steps,
-            adjacency=self.adjacency,
-        )
+        run = {k: v for k, v in asdict(self).items() if k not in ("epsilon", "delta")}
+        return SampledGaussian(noise_multiplier=noise_multiplier, **run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +63,22 @@ class Accountant:
 
     def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
         """What a run costs."""
-        self._check(mechanism.adjacency)
-        if self.name != "certified":
-            refuse_truncated(mechanism)
+        self._check(mechanism)
         return self.price(mechanism, delta)
 
     def calibrate(self, target: Target) -> Calibration | PaperCalibration:
         """The least noise that meets a budget."""
-        self._check(target.adjacency)
+        self._check(target.mechanism(1.0))
         return self.find(target)
 
-    def _check(self, adjacency: Adjacency) -> None:
-        if adjacency not in self.adjacencies:
+    def _check(self, run: SampledGaussian) -> None:
+        if self.name != "certified":
+            refuse_special(run)
+        if run.adjacency not in self.adjacencies:
             raise InvalidArgumentError(
                 "adjacency",
                 expected=f"one of {self.adjacencies} for {self.name}",
-                got=adjacency,
+                got=run.adjacency,
                 remedy="use the certified accountant for it",
             )
 

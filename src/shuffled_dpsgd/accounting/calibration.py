@@ -112,13 +112,12 @@ def calibrate_certified(
     sampling_prob: float,
     num_steps: int,
     adjacency: Adjacency = "add-remove",
-    largest_batch: int | None = None,
-    dataset_size: int | None = None,
+    **special: int | None,
 ) -> Calibration:
     """The smallest noise multiplier, to 1e-3 relative, whose certified ε is at most `epsilon`.
 
-    The search is only a guess: what is claimed is what the core certifies at its result. With
-    `largest_batch`, draws of more out of `dataset_size` are cut.
+    The search is only a guess: what is claimed is what the core certifies at its result. `special`
+    are further fields of a `SampledGaussian`: a largest batch with its data-set size, or blocks.
     """
     check_epsilon(epsilon)
     check_delta(delta)
@@ -129,8 +128,7 @@ def calibrate_certified(
             sampling_prob=sampling_prob,
             num_steps=num_steps,
             adjacency=adjacency,
-            largest_batch=largest_batch,
-            dataset_size=None if largest_batch is None else dataset_size,
+            **special,
         )
 
     noise = smallest_noise_multiplier(

@@ -30,17 +30,18 @@ WHOLE_ORDERS = tuple(sorted({*range(2, 129), *np.geomspace(128, 30_000, 60).asty
 ORDERS: Array = np.array([*FRACTIONAL_ORDERS, *WHOLE_ORDERS])
 
 
-def refuse_truncated(run: SampledGaussian) -> None:
-    """For accountants that know nothing of a largest batch."""
-    got = run.largest_batch
-    require(got is None, "largest_batch", "none for this accountant", got, "use certified")
+def refuse_special(run: SampledGaussian) -> None:
+    """For accountants that know nothing of largest batches, and of blocks of steps."""
+    for name in ("largest_batch", "steps_per_block"):
+        got = getattr(run, name)
+        require(got is None, name, "none for this accountant", got, "use certified")
 
 
 def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
     """ε by Rényi DP (Mironov, Talwar & Zhang 2019; conversion of Canonne et al. 2020)."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
-    refuse_truncated(mechanism)
+    refuse_special(mechanism)
     if mechanism.noise_multiplier == 0.0:
         return math.inf
     one = divergences(mechanism.noise_multiplier, mechanism.sampling_prob)

@@ -29,7 +29,7 @@ from shuffled_dpsgd.accounting.rdp import (
     Array,
     divergences,
     divergences_of,
-    refuse_truncated,
+    refuse_special,
     sampled_gaussian,
 )
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, METHOD, RELATIVE_ERROR
@@ -172,7 +172,7 @@ def _divergences_of(run: Spent) -> Array:
     """D_α of a whole run or search, at every order."""
     from dp_accounting import dp_event
 
-    refuse_truncated(run if isinstance(run, SampledGaussian) else run.run)
+    refuse_special(run if isinstance(run, SampledGaussian) else run.run)
     if isinstance(run, SampledGaussian):
         return run.num_steps * divergences(run.noise_multiplier, run.sampling_prob)
     step = sampled_gaussian(run.run.noise_multiplier, run.run.sampling_prob)

@@ -9,6 +9,7 @@ import typer
 
 from shuffled_dpsgd.cli.accounting import (
     AdjacencyOption,
+    Bands,
     BatchClip,
     BatchSize,
     DatasetSize,
@@ -16,11 +17,13 @@ from shuffled_dpsgd.cli.accounting import (
     DeltaSplitOption,
     Dimension,
     Epochs,
+    LargestBatch,
     NumSteps,
     SamplingProb,
     number,
     price_each,
     print_comparison,
+    released,
     resolve_sampling,
 )
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
@@ -47,12 +50,14 @@ def account(
     batch_clip: BatchClip = None,
     delta_split: DeltaSplitOption = 0.5,
     adjacency: AdjacencyOption = "add-remove",
+    largest_batch: LargestBatch = None,
+    bands: Bands = None,
     as_json: AsJson = False,
 ) -> None:
     """Price a run that was, or will be, trained with this noise.
 
     The certified row is what may be claimed, with the interval its exact value lies in. Below it:
-    ε by both adjacencies, what the best attacker can achieve, and ε of a person with several
+    ε by both adjacencies, what the best attacker can achieve, and ε of whoever owns several
     records. The paper's row appears when --dimension and --batch-clip are given (null in JSON
     otherwise).
     """
@@ -70,28 +75,38 @@ def account(
         batch_size=batch_size,
         epochs=epochs,
     )
-    mechanism = SampledGaussian(
-        noise_multiplier=noise_multiplier,
-        sampling_prob=prob,
-        num_steps=steps,
+    run = released(
+        prob,
+        steps,
         adjacency=adjacency,
+        dataset_size=dataset_size,
+        largest_batch=largest_batch,
+        bands=bands,
     )
+    mechanism = SampledGaussian(noise_multiplier=noise_multiplier, **run)
     chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
-    bracket = certified_bracket(**mechanism.to_json(), delta=delta)
-    rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
+    bracket = None
+    if largest_batch is None and bands is None:  # Those are priced by pairs that no run attains.
+        bracket = certified_bracket(**mechanism.to_json(), delta=delta)
+        rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
     meaning = what_it_means((mechanism,), delta)
     if as_json:
-        run = {**mechanism.to_json(), "delta": delta}
-        print_json({"run": run, "paper": None, **rows, "meaning": meaning.to_json()})
+        facts = {**mechanism.to_json(), "delta": delta}
+        print_json({"run": facts, "paper": None, **rows, "meaning": meaning.to_json()})
         return
     title = f"σ = {noise_multiplier:g}, q = {prob:.6g}, T = {steps:,}, δ = {delta:g}, {adjacency}"
-    print_comparison(title, rows)
-    typer.echo(
-        f"The exact ε lies between {number(bracket.lower)} and {number(bracket.upper)} (proven)."
-    )
+    print_comparison(f"{title}{_special(largest_batch, bands)}", rows)
+    if bracket is not None and bracket.is_narrow:
+        ends = f"{number(bracket.lower)} and {number(bracket.upper)}"
+        typer.echo(f"The exact ε lies between {ends} (proven).")
     for line in meaning.describe():
         typer.echo(line)
+
+
+def _special(largest_batch: int | None, bands: int | None) -> str:
+    cut = "" if largest_batch is None else f", batches of {largest_batch:,} at most"
+    return cut if bands is None else f", banded noise in blocks of {bands}"
 
 
 def _row(accountant: Accountant, mechanism: SampledGaussian, delta: float) -> dict[str, Any]:
@@ -140,6 +155,8 @@ def calibrate(
     batch_clip: BatchClip = None,
     delta_split: DeltaSplitOption = 0.5,
     adjacency: AdjacencyOption = "add-remove",
+    largest_batch: LargestBatch = None,
+    bands: Bands = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the noise multiplier for a privacy budget.
@@ -156,16 +173,24 @@ def calibrate(
         batch_size=batch_size,
         epochs=epochs,
     )
-    target = Target(
-        epsilon=epsilon, delta=delta, sampling_prob=prob, num_steps=steps, adjacency=adjacency
+    run = released(
+        prob,
+        steps,
+        adjacency=adjacency,
+        dataset_size=dataset_size,
+        largest_batch=largest_batch,
+        bands=bands,
     )
+    target = Target(epsilon=epsilon, delta=delta, **run)
     chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
     rows = price_each(chosen, lambda each: each.calibrate(target).to_json(), quiet=as_json)
     at_paper = _certified_at_paper_noise(target, rows)
     if as_json:
-        print_json({"target": asdict(target), "paper": None, **rows, **at_paper})
+        facts = {name: value for name, value in asdict(target).items() if value is not None}
+        print_json({"target": facts, "paper": None, **rows, **at_paper})
         return
-    print_comparison(f"ε = {epsilon:g} at δ = {delta:g}, q = {prob:.6g}, T = {steps:,}", rows)
+    title = f"ε = {epsilon:g} at δ = {delta:g}, q = {prob:.6g}, T = {steps:,}"
+    print_comparison(f"{title}{_special(largest_batch, bands)}", rows)
     for claim in at_paper.values():
         typer.echo(
             f"At the paper's noise {number(claim['noise_multiplier'])} what is proven is "

@@ -10,7 +10,7 @@ import typer
 
 from shuffled_dpsgd.cli.output import KIND_COLOURS, table
 from shuffled_dpsgd.cli.privacy_options import stated
-from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError, require
 from shuffled_dpsgd.options import Adjacency
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ DeltaSplitOption = Annotated[
     float, typer.Option("--delta-split", help="Share of δ for composition.")
 ]
 AdjacencyOption = Annotated[Adjacency, stated("adjacency", "--adjacency")]
+LargestBatch = Annotated[
+    int | None,
+    typer.Option(help="M: of a larger draw so many are kept. Wants --dataset-size and the like."),
+]
+Bands = Annotated[int | None, typer.Option(help="Steps in a block of banded noise.")]
 REMARKS = {"certified": "rely on this", "gdp": "no bound of ε", "paper": "estimate"}
 
 
@@ -73,6 +78,29 @@ def resolve_sampling(
         raise InvalidArgumentError("epochs", expected="a positive number", got=epochs)
     steps = math.ceil(epochs * math.ceil(dataset_size / batch_size))
     return batch_size / dataset_size, max(1, steps)
+
+
+def released(
+    prob: float,
+    steps: int,
+    *,
+    adjacency: Adjacency,
+    dataset_size: int | None,
+    largest_batch: int | None,
+    bands: int | None,
+) -> dict[str, Any]:
+    """What accountants price, but for the noise. Of banded noise a release is a block of steps."""
+    found: dict[str, Any] = {"adjacency": adjacency}
+    if bands is not None:
+        alone = largest_batch is None
+        require(alone, "--largest-batch", "none beside --bands: nothing is proven", largest_batch)
+        require(bands > 1, "--bands", "2 steps or more", bands)
+        prob, steps, found["steps_per_block"] = bands * prob, math.ceil(steps / bands), bands
+    if largest_batch is not None:
+        expected = "a number, with --batch-size and --epochs, beside --largest-batch"
+        require(dataset_size is not None, "--dataset-size", expected, None)
+        found |= {"largest_batch": largest_batch, "dataset_size": dataset_size}
+    return {"sampling_prob": prob, "num_steps": steps, **found}
 
 
 def price_each(
@@ -131,8 +159,8 @@ def number(value: float | None) -> str:
 
 
 def _remark(name: str, row: Mapping[str, Any]) -> str:
-    if "refusal" in row:
-        return "refused"
+    if "refusal" in row or math.isinf(row["epsilon"]):
+        return "refused" if "refusal" in row else "claims nothing"
     if name == "paper" and row["epsilon"] == 0.0:
         return "cannot be: noise never gives ε = 0"
     return REMARKS.get(name, "")

@@ -119,7 +119,7 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
             **common,
             adjacency=options.adjacency,
             largest_batch=options.largest_batch,
-            dataset_size=options.dataset_size,
+            dataset_size=options.largest_batch and options.dataset_size,
         )
         return found.noise_multiplier, found.noise_multiplier
     if options.accounting == "rdp":

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.accounting import SampledGaussian, calibrate_certified, compare_units
+from shuffled_dpsgd.accounting.banded import Banded, best_banded
 from shuffled_dpsgd.core.pld import price
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import alternatives as table
 from shuffled_dpsgd.training.alternatives import alternatives
 from shuffled_dpsgd.training.prospect import calibrated_prospect
 
@@ -34,7 +36,18 @@ def test_rows_have_the_noise_that_their_plans_are_calibrated_to() -> None:
     assert fewer.noise == pytest.approx(expected, rel=1e-6)
     (banded,) = (row for name, row in rows.items() if name.startswith("noise="))
     assert fewer.noise < 1 > banded.noise
-    assert rows["largest_batch=1200"].noise == pytest.approx(1.0, abs=2e-3)
+    assert rows["largest_batch=1189"].noise == pytest.approx(1.0, abs=2e-3)
+    (given,) = (
+        row
+        for row in alternatives(now, **KNOWN, largest_batch=1050)
+        if row.change.startswith("largest_batch")
+    )
+    cut = calibrate_certified(
+        **KNOWN, sampling_prob=1000 / 67_349, num_steps=200, largest_batch=1050, dataset_size=67_349
+    )
+    assert given.change == "largest_batch=1050"
+    assert given.noise == pytest.approx(cut.noise_multiplier / noise(1000, 200), rel=1e-6)
+    assert given.noise > 1.3
     assert rows['embeddings = "freeze"'].noise == 0.5
     assert rows["rates that fall to zero, of the same sum"].noise == pytest.approx(1.1547, abs=1e-4)
 
@@ -46,6 +59,22 @@ def test_banded_noise_is_in_the_table_where_it_is_refused() -> None:
     (row,) = (r for r in alternatives(now, **known) if r.change.startswith("noise="))
     assert row.noise > 1.0
     assert "refused" in row.note
+
+
+@pytest.mark.parametrize("ratio", [0.97, 0.995])
+def test_the_table_refuses_banded_noise_where_a_run_does(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Banded(rows=((1.0,),), noise_multiplier=1.0, ratio=ratio, batch_ratio=1.0)]
+    monkeypatch.setattr(table, "banded_noise", lambda **_: found)
+    sizes = {"dataset_size": 1000, "expected_batch_size": 100, "num_steps": 6}
+    now = calibrated_prospect(**KNOWN, **sizes, dimension=10)
+    (row,) = (r for r in alternatives(now, **KNOWN) if r.change.startswith("noise="))
+    if row.note:
+        with pytest.raises(InvalidArgumentError, match="gains nothing"):
+            best_banded(found)
+    else:
+        assert best_banded(found).ratio == ratio
 
 
 @pytest.mark.parametrize("owned", [1, 4, 32])

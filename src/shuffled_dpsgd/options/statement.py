@@ -165,8 +165,8 @@ class Schedule:
     largest_batch: int | None = _option(
         None,
         "M, a hard bound on a batch: of a larger draw so many are kept, and with pad_batches all "
-        "batches have that shape. ε counts what it costs, which from about 1.2 times the expected "
-        "size on is nothing.",
+        "batches have that shape. ε counts what it costs: from about B + 6·√B on nothing, below it "
+        "much (`advise` has the number for a plan).",
     )
 
     def __post_init__(self) -> None:

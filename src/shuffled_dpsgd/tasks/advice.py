@@ -250,8 +250,10 @@ def _advice(
     batches: tuple[Prospect, ...] = ()
     twice, more = None, tuple[Alternative, ...]()
     if target is not None:
-        embeddings = 0 if preview is None else preview.embeddings
-        more = tuple(alternatives(now, epsilon=target, delta=delta, embeddings=embeddings))
+        known: dict[str, Any] = {}
+        if preview is not None:
+            known = {"embeddings": preview.embeddings, "largest_batch": preview.plan.largest_batch}
+        more = tuple(alternatives(now, epsilon=target, delta=delta, **known))
         batches = tuple(other_batches(now, epsilon=target, delta=delta))
         twice = longer(now, epsilon=target, delta=delta)
     return Advice(

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shuffled_dpsgd.accounting import calibrate_certified
-from shuffled_dpsgd.accounting.banded import banded_noise
+from shuffled_dpsgd.accounting.banded import WORTH_IT, banded_noise
 from shuffled_dpsgd.training.prospect import Prospect, calibrated_prospect
 
 _FACTORS = (2, 4)
-_HEADROOM = 1.2
+# Standard deviations of a draw: so much more is hardly ever drawn, and costs next to nothing.
+_HEADROOM = 6.0
 # Rates that fall linearly have a mean square of 4/3 of the square of their mean.
 _FALLING = math.sqrt(4.0 / 3.0)
 
@@ -37,9 +38,17 @@ class Alternative:
 
 
 def alternatives(
-    now: Prospect, *, epsilon: float, delta: float, embeddings: int = 0
+    now: Prospect,
+    *,
+    epsilon: float,
+    delta: float,
+    embeddings: int = 0,
+    largest_batch: int | None = None,
 ) -> Iterator[Alternative]:
-    """Every row that the sizes allow; `embeddings` are trained weights of embedding tables."""
+    """Every row that the sizes allow; `embeddings` are trained weights of embedding tables.
+
+    Without a `largest_batch` that is planned, one is named that costs next to nothing.
+    """
     batch, steps, size = now.expected_batch_size, now.num_steps, now.dataset_size
     known: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "dataset_size": size}
 
@@ -71,10 +80,10 @@ def alternatives(
     found = banded_noise(epsilon=epsilon, delta=delta, sampling_prob=rate, num_steps=steps)
     best = min(found, key=lambda each: each.ratio, default=None)
     if best is not None:
-        gains = "" if best.ratio < 1.0 else "refused: it gains nothing here"
+        gains = "" if best.ratio <= WORTH_IT else "refused: it gains nothing here"
         change = f'noise="banded", blocks of {best.bands}'
         yield Alternative(change=change, noise=best.ratio, records=1.0, note=gains)
-    most = math.ceil(_HEADROOM * batch)
+    most = largest_batch or math.ceil(batch + _HEADROOM * math.sqrt(batch * (1.0 - rate)))
     if most < size:
         cut = calibrate_certified(
             epsilon=epsilon, delta=delta, sampling_prob=rate, num_steps=steps, largest_batch=most,

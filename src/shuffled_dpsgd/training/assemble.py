@@ -164,8 +164,8 @@ def make_private(
         records_per_unit: Protect all of a unit's records together: units are drawn, dataset_size
             and expected_batch_size count them, and so many records of each take part at most.
         largest_batch: M, a hard bound on a batch: of a larger draw so many are kept, and with
-            pad_batches all batches have that shape. ε counts what it costs, which from about 1.2
-            times the expected size on is nothing.
+            pad_batches all batches have that shape. ε counts what it costs: from about B + 6·√B on
+            nothing, below it much (`advise` has the number for a plan).
     """
     # From `locals()`, so that a new parameter cannot be forgotten here.
     options = dict(locals())

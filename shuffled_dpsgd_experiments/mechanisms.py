@@ -244,9 +244,13 @@ def _row(
     first = [each["accuracy"] for each in next(iter(runs.values()))]
     apart = [a - b for a, b in zip(scores, first, strict=True)]
     kept = ("noise_multiplier", "bands", "num_steps", "expected_batch_size", "certified_epsilon")
+    protected = "unit" if setting.name == "digits of units" else "record"
+    grouped = found[0]["accounted"] != "as certified"
     return {
         "setting": setting.name,
         "epsilon": setting.epsilon,
+        "epsilon_of": protected,
+        "certified_epsilon_of": "record" if grouped else protected,
         "kind": "proven",
         "delta": setting.delta,
         "way": way,

@@ -86,6 +86,12 @@ def noise_of_sum(rows: Rows, num_steps: int) -> float:
     return sensitivity(rows) * math.sqrt(float(ends))
 
 
+def _fitting(size: int, num_steps: int) -> int:
+    """The size within √2 of this one whose blocks reach the least beyond the end of the run."""
+    near = range(math.ceil(size / math.sqrt(2.0)), int(size * math.sqrt(2.0)) + 1)
+    return min(near, key=lambda each: (-num_steps % each, abs(each - size)))
+
+
 def banded_noise(
     *,
     epsilon: float,
@@ -95,7 +101,7 @@ def banded_noise(
     adjacency: Adjacency = "add-remove",
     bands: int | None = None,
 ) -> list[Banded]:
-    """Banded noise with blocks of so many steps, or of every size that is tried, at a given ε."""
+    """Banded noise with blocks of so many steps, or of sizes near `SIZES`, at a given ε."""
     alone = calibrate_certified(
         epsilon=epsilon,
         delta=delta,
@@ -104,7 +110,7 @@ def banded_noise(
         adjacency=adjacency,
     ).noise_multiplier * math.sqrt(num_steps)
     found: list[Banded] = []
-    for size in SIZES if bands is None else (bands,):
+    for size in [_fitting(each, num_steps) for each in SIZES] if bands is None else [bands]:
         if size > num_steps or size * sampling_prob > 1.0 or size < 2:
             break
         blocks = math.ceil(num_steps / size)

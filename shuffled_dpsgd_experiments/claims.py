@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,20 +49,13 @@ from shuffled_dpsgd_experiments.presets import SIX, VIT, AccountedSteps, Preset
 ROOT = Path(__file__).parents[1]
 SST2: AccountedSteps = {"sampling_prob": 1000 / 67_349, "num_steps": 204, "delta": 7.4e-6}
 """As sweeps/sst2.toml trains it: batches of 1000, three epochs."""
+_E2E: AccountedSteps = {"sampling_prob": 1024 / 42_061, "num_steps": 410, "delta": 1.2e-5}
+_LLM: AccountedSteps = {"sampling_prob": 4096 / 1e6, "num_steps": 244, "delta": 1e-7}
 BANDED: dict[str, tuple[AccountedSteps, tuple[float, ...]]] = {
     "SST-2": (SST2, (0.97, 0.87, 0.65, 0.47)),
-    "E2E": (
-        {"sampling_prob": 1024 / 42_061, "num_steps": 410, "delta": 1.2e-5},
-        (1.0, 0.98, 0.82, 0.6),
-    ),
-    "LLM": (
-        {"sampling_prob": 4096 / 1e6, "num_steps": 244, "delta": 1e-7},
-        (0.75, 0.6, 0.45, 0.33),
-    ),
-    "LLM, 100 epochs": (
-        {"sampling_prob": 4096 / 1e6, "num_steps": 24_400, "delta": 1e-7},
-        (1.0, 1.0, 1.0, 1.0),
-    ),
+    "E2E": (_E2E, (1.0, 0.98, 0.82, 0.6)),
+    "LLM": (_LLM, (0.75, 0.6, 0.45, 0.33)),
+    "LLM, 100 epochs": ({**_LLM, "num_steps": 24_400}, (1.0, 1.0, 1.0, 1.0)),
 }
 EPSILONS = (0.1, 0.25, 0.5, 1.0)
 BATCH_CLIPS = (1.0, 10.0, 100.0)
@@ -217,9 +211,7 @@ def what_epsilon_means() -> dict[str, Any]:
     found = {}
     for name, setting in (("vit", VIT.steps), ("sst2", SST2)):
         noise = calibrate_certified(epsilon=1.0, **setting).noise_multiplier
-        facts = {k: v for k, v in setting.items() if k != "delta"}
-        run = SampledGaussian(noise_multiplier=noise, **facts)  # type: ignore[arg-type]
-        delta = setting["delta"]
+        run, delta = _run(setting, noise), setting["delta"]
         search = claim_together([BestOf(run=run, mean=10.0)], delta)
         found[name] = {
             "noise_multiplier": noise,
@@ -230,38 +222,33 @@ def what_epsilon_means() -> dict[str, Any]:
     return found
 
 
+def _run(setting: AccountedSteps, noise: float) -> SampledGaussian:
+    facts: dict[str, Any] = {**setting, "noise_multiplier": noise}
+    del facts["delta"]
+    return SampledGaussian(**facts)
+
+
 def traps(setting: Preset = VIT) -> dict[str, float]:
     """Of accounting itself, and why the theorem's own pair refutes it, in the running example."""
 
-    delta, rate = setting.steps["delta"], setting.steps["sampling_prob"]
-    steps = setting.steps["num_steps"]
-
-    def run(noise: float) -> SampledGaussian:
-        return SampledGaussian(noise_multiplier=noise, sampling_prob=rate, num_steps=steps)
-
+    delta, run = setting.steps["delta"], partial(_run, setting.steps)
     gdp = smallest_noise_multiplier(1.0, lambda noise: gdp_epsilon(run(noise), delta), guess=2.0)
-    certified = {e: calibrate_certified(epsilon=e, **setting.steps) for e in (0.1, 1.0)}
-    whole = steps * divergences(certified[0.1].noise_multiplier, rate)
-    _, order = compute_epsilon(ORDERS, whole, delta)
+    small, one = (calibrate_certified(epsilon=e, **setting.steps) for e in (0.1, 1.0))
+    alone = divergences(small.noise_multiplier, setting.steps["sampling_prob"])
+    _, order = compute_epsilon(ORDERS, setting.steps["num_steps"] * alone, delta)
 
     def too_large(noise: float) -> float:
         return gdp_epsilon(run(noise), delta) - claim_for(run(noise), delta).epsilon
 
     return {
         "gdp_noise_at_1": gdp,
-        "certified_noise_at_1": certified[1.0].noise_multiplier,
+        "certified_noise_at_1": one.noise_multiplier,
         "certified_epsilon_at_gdp_noise": claim_for(run(gdp), delta).epsilon,
         "gdp_is_too_large_below": float(brentq(too_large, 0.3, 1.0, xtol=1e-3)),
         "best_renyi_order_at_0.1": float(order),
         "spike_in_noise_stds": 2.0 / paper_noise(setting, 1.0, setting.dimension),
         "largest_noise_in_stds": -float(ndtri(0.5 / setting.dimension)),
     }
-
-
-def hidden_among_slots(slots: int = 3072, height: float = 2.0) -> dict[str, float]:
-    """χ² of a spike in one of many slots, and of a vector of the same norm that nothing moves."""
-    fixed = math.expm1(height**2)
-    return {"slots": slots, "height": height, "hidden": fixed / slots, "fixed": fixed}
 
 
 def largest_batches(expected: int = 1000) -> dict[str, float]:
@@ -350,7 +337,8 @@ def compute() -> dict[str, Any]:
         "gradients_on_fixed_points": gradients_on_fixed_points(),
         "what_epsilon_means": what_epsilon_means(),
         "traps": traps(),
-        "hidden_among_slots": hidden_among_slots(),
+        # χ² of a spike of height 2, and of a vector of the same norm that nothing moves.
+        "chi_square": {"one_of_3072_slots": math.expm1(4) / 3072, "fixed": math.expm1(4)},
         "largest_batches": largest_batches(),
         "banded_against_poisson": banded_against_poisson(),
         "environment": environment(),

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd import make_private
-from shuffled_dpsgd.accounting.banded import banded_noise, best_banded, best_rows, noise_of_sum
+from shuffled_dpsgd.accounting.banded import (
+    SIZES,
+    banded_noise,
+    best_banded,
+    best_rows,
+    noise_of_sum,
+)
 from shuffled_dpsgd.auditing.estimators import ClopperPearson
 from shuffled_dpsgd.auditing.estimators.scores import ScorePair
 from shuffled_dpsgd.core.banded import sensitivity
@@ -169,6 +175,17 @@ def test_what_is_left_in_the_weights_is_what_was_promised() -> None:
     ]
     left = np.concatenate(blocks)[:6].sum(axis=0)
     assert left.std() == pytest.approx(noise_of_sum(rows, 6), rel=0.01)
+
+
+def test_blocks_fill_the_run() -> None:
+    """No block within √2 of a size that is tried reaches less far beyond the last step."""
+    known: dict[str, Any] = {"epsilon": 8.0, "delta": 1.2e-5, "sampling_prob": 1024 / 42_061}
+    found = {each.bands: each.ratio for each in banded_noise(**known, num_steps=410)}
+    for bands, size in zip(found, SIZES, strict=True):
+        near = [b for b in range(2, 410) if 0.5 <= (b / size) ** 2 <= 2.0]
+        assert -410 % bands == min(-410 % b for b in near)
+    (half_empty,) = banded_noise(**known, num_steps=410, bands=39)
+    assert found[41] < 0.95 * half_empty.ratio
 
 
 def test_it_is_refused_where_it_gains_nothing() -> None:

@@ -371,6 +371,56 @@ def test_what_epsilon_means_to_people() -> None:
     assert f"then costs {best:.2f}, where publishing ten runs costs {ten:.2f} (proven" in text
 
 
+def test_traps_and_what_the_shuffle_hides() -> None:
+    found, text = result("claims"), page(CLAIMS)
+    traps, chi = found["traps"], found["chi_square"]
+    assert f"where the best order is {traps['best_renyi_order_at_0.1']:.0f}" in text
+    assert (
+        f"gives σ = {traps['gdp_noise_at_1']:.2f} for ε = 1 where "
+        f"{traps['certified_noise_at_1']:.3f} is needed. With its noise the certified ε is "
+        f"{traps['certified_epsilon_at_gdp_noise']:.2f} (proven). For σ below "
+        f"{traps['gdp_is_too_large_below']:.2f} it errs the other way" in text
+    )
+    assert (
+        f"the larger spike stands {traps['spike_in_noise_stds']:.1f}σ high, while the largest of "
+        f"85.8 million noise values is about {traps['largest_noise_in_stds']:.1f}σ" in text
+    )
+    assert f"that is {chi['one_of_3072_slots']:.3f} against {chi['fixed']:.0f}" in text
+
+
+def test_largest_batches_and_banded_noise() -> None:
+    found, advice = result("claims"), page("docs/advice.md")
+    at = found["largest_batches"]
+    assert (
+        f"stays at {at['1.2']:.2f} with 1,200 at most, and becomes {at['1.1']:.2f} with 1,100"
+        in page("docs/training.md")
+    )
+    rows: dict[str, list[str]] = {}
+    for each in found["banded_against_poisson"]:
+        said = f"{each['ratio']:.2f}, b = {each['bands']}"
+        said = "refused" if each["refused"] else said
+        rows.setdefault(each["run"], []).append(f"{said} ({each['pilot']:.2f})")
+    assert len(rows) == 4
+    for cells in rows.values():
+        assert f"| {' | '.join(cells)} |" in advice
+
+
+def test_units_largest_batches_and_banded_noise_in_accuracy() -> None:
+    text = page("docs/advice.md")
+    for row in result("mechanisms")["rows"]:
+        way = row["way"]
+        way += f" (blocks of {row['bands']})" if row["bands"] > 1 else ""
+        accuracy = f"{100 * row['mean_accuracy']:.2f} ± {100 * row['standard_error']:.2f}"
+        cells = f"| {row['setting']}, {row['epsilon']:g} | {way} | {row['noise_multiplier']:.3g} |"
+        assert f"{cells} {accuracy} |" in text
+        unit = "unit" if row["setting"] == "digits of units" else "record"
+        assert row["epsilon_of"] == unit
+        by_groups = way == "records drawn, groups accounted"
+        assert row["certified_epsilon_of"] == ("record" if by_groups else unit)
+        if row["certified_epsilon_of"] == unit:
+            assert row["certified_epsilon"] <= row["epsilon"]
+
+
 def test_the_readmes_box() -> None:
     rows = {
         (row["claimed_epsilon"], row["batch_clip"]): row["certified_epsilon"]

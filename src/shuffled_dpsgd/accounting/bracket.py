@@ -31,7 +31,6 @@ from shuffled_dpsgd.core.pld import (
 
 LOWER_ERROR = 1e-6
 NOISE_SHARE = 1e-3
-WIDE = 0.1
 STATEMENT = (
     "exact, not merely an upper bound: in exact arithmetic a gradient that no permutation moves "
     "attains it, so no accountant that knows only clip, sampling rate, noise and steps can certify "
@@ -54,11 +53,6 @@ class Bracket:
     lower: float
     upper: float
     kind: Kind = "proven"
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether it says more than that ε is at most its upper end."""
-        return self.upper - self.lower <= WIDE * self.upper < math.inf
 
 
 def certified_bracket(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,9 +25,11 @@ from shuffled_dpsgd.cli.accounting import (
     price_each,
     print_comparison,
     released,
-    resolve_sampling,
 )
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
+
+WIDE = 0.1
+"""A share of ε: an interval that is wider says too little to be printed."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,18 +71,13 @@ def account(
         what_it_means,
     )
 
-    prob, steps = resolve_sampling(
+    run = released(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
         dataset_size=dataset_size,
         batch_size=batch_size,
         epochs=epochs,
-    )
-    run = released(
-        prob,
-        steps,
         adjacency=adjacency,
-        dataset_size=dataset_size,
         largest_batch=largest_batch,
         bands=bands,
     )
@@ -95,18 +93,18 @@ def account(
         facts = {**mechanism.to_json(), "delta": delta}
         print_json({"run": facts, "paper": None, **rows, "meaning": meaning.to_json()})
         return
-    title = f"σ = {noise_multiplier:g}, q = {prob:.6g}, T = {steps:,}, δ = {delta:g}, {adjacency}"
-    print_comparison(f"{title}{_special(largest_batch, bands)}", rows)
-    if bracket is not None and bracket.is_narrow:
+    print_comparison(f"σ = {noise_multiplier:g}, δ = {delta:g}, {_said(mechanism)}", rows)
+    if bracket is not None and bracket.upper - bracket.lower <= WIDE * bracket.upper < math.inf:
         ends = f"{number(bracket.lower)} and {number(bracket.upper)}"
         typer.echo(f"The exact ε lies between {ends} (proven).")
     for line in meaning.describe():
         typer.echo(line)
 
 
-def _special(largest_batch: int | None, bands: int | None) -> str:
-    cut = "" if largest_batch is None else f", batches of {largest_batch:,} at most"
-    return cut if bands is None else f", banded noise in blocks of {bands}"
+def _said(run: SampledGaussian) -> str:
+    most, block = run.largest_batch, run.steps_per_block
+    more = f", each a block of {block} steps" if block else f", batches of {most}" if most else ""
+    return f"{run.adjacency}, q = {run.sampling_prob:.6g}, T = {run.num_steps:,}{more}"
 
 
 def _row(accountant: Accountant, mechanism: SampledGaussian, delta: float) -> dict[str, Any]:
@@ -166,18 +164,13 @@ def calibrate(
     """
     from shuffled_dpsgd.accounting import Target, accountants
 
-    prob, steps = resolve_sampling(
+    run = released(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
         dataset_size=dataset_size,
         batch_size=batch_size,
         epochs=epochs,
-    )
-    run = released(
-        prob,
-        steps,
         adjacency=adjacency,
-        dataset_size=dataset_size,
         largest_batch=largest_batch,
         bands=bands,
     )
@@ -189,8 +182,8 @@ def calibrate(
         facts = {name: value for name, value in asdict(target).items() if value is not None}
         print_json({"target": facts, "paper": None, **rows, **at_paper})
         return
-    title = f"ε = {epsilon:g} at δ = {delta:g}, q = {prob:.6g}, T = {steps:,}"
-    print_comparison(f"{title}{_special(largest_batch, bands)}", rows)
+    title = f"ε = {epsilon:g} at δ = {delta:g}, {_said(target.mechanism(1.0))}"
+    print_comparison(title, rows)
     for claim in at_paper.values():
         typer.echo(
             f"At the paper's noise {number(claim['noise_multiplier'])} what is proven is "

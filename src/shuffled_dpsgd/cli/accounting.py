@@ -81,15 +81,10 @@ def resolve_sampling(
 
 
 def released(
-    prob: float,
-    steps: int,
-    *,
-    adjacency: Adjacency,
-    dataset_size: int | None,
-    largest_batch: int | None,
-    bands: int | None,
+    *, adjacency: Adjacency, largest_batch: int | None, bands: int | None, **sizes: Any
 ) -> dict[str, Any]:
     """What accountants price, but for the noise. Of banded noise a release is a block of steps."""
+    prob, steps = resolve_sampling(**sizes)
     found: dict[str, Any] = {"adjacency": adjacency}
     if bands is not None:
         alone = largest_batch is None
@@ -98,8 +93,8 @@ def released(
         prob, steps, found["steps_per_block"] = bands * prob, math.ceil(steps / bands), bands
     if largest_batch is not None:
         expected = "a number, with --batch-size and --epochs, beside --largest-batch"
-        require(dataset_size is not None, "--dataset-size", expected, None)
-        found |= {"largest_batch": largest_batch, "dataset_size": dataset_size}
+        require(sizes["dataset_size"] is not None, "--dataset-size", expected, None)
+        found |= {"largest_batch": largest_batch, "dataset_size": sizes["dataset_size"]}
     return {"sampling_prob": prob, "num_steps": steps, **found}
 
 

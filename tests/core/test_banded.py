@@ -198,20 +198,50 @@ def test_it_is_refused_where_it_gains_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2, 0.3, 0.5])
+def test_a_block_of_two_costs_no_more_than_its_price(rate: float) -> None:
+    """δ(ε) of what is seen of one block, by quadrature over the plane, at four scales of noise."""
+    rows = np.array(best_rows(2, 5))
+    shifts = np.linalg.inv(rows) / sensitivity(best_rows(2, 5))
+    axis = np.linspace(-9.0, 9.0, 721)
+    area = (axis[1] - axis[0]) ** 2
+    for noise in (0.7, 1.0, 2.0, 4.0):
+
+        def density(mean: np.ndarray) -> np.ndarray:
+            one, other = (np.exp(-0.5 * (axis - at) ** 2) for at in mean)
+            return np.outer(one, other) / (2.0 * math.pi)
+
+        without = density(np.zeros(2))
+        joined = sum(density(shifts[:, place] / noise) for place in range(2))
+        present = (1.0 - 2.0 * rate) * without + rate * joined
+        claimed = plan(rows, noise=noise, dataset_size=100, expected_batch_size=int(100 * rate),
+                       num_steps=2, delta=1e-3).certified()  # fmt: skip
+        assert claimed is not None
+        true = max(
+            float(np.maximum(p - math.exp(claimed.epsilon) * q, 0.0).sum()) * area
+            for p, q in ((present, without), (without, present))
+        )
+        assert 0.3e-3 < true <= 1e-3 * (1 + 1e-4)
+
+
 # --- audits ---
 
 
 def scores(*, wrong: str = "", present: bool, noise: float, trials: int) -> np.ndarray:
     """Log-likelihood ratios of one block of two steps; a record adds one wherever it joins.
 
-    `wrong` plants a bug: a record may join both steps, or the second draw is the first once more.
-    The attacker of what is certified knows the place the record would take.
+    `wrong` plants a bug: a record may join both steps, as it may if blocks of draws begin a step
+    before those of noise; the row of the last step is taken for both; or the second draw is the
+    first once more. The attacker of what is certified knows the place the record would take.
     """
     rows, rate = best_rows(2, 20), 0.5
-    matrix, scale = np.array(rows), sensitivity(rows)
+    scale = sensitivity(rows)
+    if wrong == "row of another step":
+        rows = ((rows[1][1], 0.0), rows[1])
+    matrix = np.array(rows)
     rng = np.random.default_rng(int(present))
     drawn = keys(2) if wrong != "draw reused" else [keys(1)[0]] * 2
-    added = block_of_noise(rows, trials, drawn, noise)
+    added = block_of_noise(rows, trials, drawn, noise) * (scale / sensitivity(rows))
     joins = np.zeros((2, trials))
     places = rng.integers(2, size=trials)
     if wrong == "both steps":
@@ -227,7 +257,7 @@ def scores(*, wrong: str = "", present: bool, noise: float, trials: int) -> np.n
     return (seen * shift).sum(axis=0) / noise**2 - 0.5 * (shift**2).sum(axis=0) / noise**2
 
 
-@pytest.mark.parametrize("wrong", ["", "both steps", "draw reused"])
+@pytest.mark.parametrize("wrong", ["", "both steps", "row of another step", "draw reused"])
 def test_audits_refute_what_went_wrong_and_nothing_else(wrong: str) -> None:
     noise, trials, delta = 2.0, 200_000, 1e-2
     found = ScorePair(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,64 @@ def test_no_more_than_dp_accounting_and_no_less_than_poisson(setting: Any) -> No
     assert plain * (1 - 1e-3) <= ours <= epsilon * 1.002
     if sizes[2] == 1.2 and sizes[1] >= 1000:
         assert ours == pytest.approx(plain, rel=2e-3)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One step on scalars, by every draw and every cut: the density of the sum on a grid."""
+
+    q: float
+    most: int
+    noise: float
+    x = np.linspace(-16.0, 16.0, 4001)
+
+    def density(self, values: list[float]) -> np.ndarray:
+        found, size = np.zeros_like(self.x), len(values)
+        chances: Counter[float] = Counter()
+        for joins in itertools.product((0, 1), repeat=size):
+            drawn = [value for value, joined in zip(values, joins, strict=True) if joined]
+            chance = self.q ** len(drawn) * (1.0 - self.q) ** (size - len(drawn))
+            kept = list(itertools.combinations(drawn, min(len(drawn), self.most)))
+            for each in kept:
+                chances[round(sum(each), 9)] += chance / len(kept)
+        for total, chance in chances.items():
+            found += chance * np.exp(-0.5 * ((self.x - total) / self.noise) ** 2)
+        return found / (self.noise * math.sqrt(2.0 * math.pi))
+
+    def delta(self, epsilon: float, size: int) -> float:
+        """The largest δ of neighbours found: the last record at 1, the others as they hurt most."""
+        rng = np.random.default_rng(0)
+        others = [[1.0] * k + [-1.0] * (size - 1 - k) for k in range(size)]
+        others += [rng.uniform(-1.0, 1.0, size - 1).tolist() for _ in range(3)]
+        step, worst = self.x[1] - self.x[0], 0.0
+        for values in others:
+            p, q = self.density([*values, 1.0]), self.density(values)
+            for one, other in ((p, q), (q, p)):
+                gap = np.maximum(one - math.exp(epsilon) * other, 0.0)
+                worst = max(worst, float(gap.sum() * step))
+        return worst
+
+
+TINY = [
+    (6, 1 / 6, 1, 1.0), (5, 0.8, 4, 1.0),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (6, 0.5, 3, 1.0), (6, 0.5, 4, 1.5), (7, 0.3, 3, 0.8), (7, 0.55, 4, 2.0), (8, 0.25, 2, 1.0),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "q", "most", "noise"), TINY)
+def test_no_neighbours_of_a_few_records_exceed_the_price(
+    size: int, q: float, most: int, noise: float
+) -> None:
+    """Three δ each; batches of one at most would exceed it if the cut were not counted."""
+    sums, found = Sums(q, most, noise), cut_run(size, 1, 1.0, noise, 1)
+    found = replace(found, sampling_prob=q, largest_batch=most)
+    for delta in (1e-1, 1e-2, 1e-3):
+        assert sums.delta(price(found, delta, 1e-4), size) <= delta * (1 + 1e-4)
+    if most == 1:
+        plain = replace(found, largest_batch=None, dataset_size=None)
+        assert sums.delta(price(plain, 1e-2, 1e-4), size) > 1.2e-2
 
 
 @pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])

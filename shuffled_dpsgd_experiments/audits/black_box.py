@@ -42,7 +42,7 @@ from shuffled_dpsgd.auditing.input_canaries import (
 from shuffled_dpsgd.auditing.run import claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
 from shuffled_dpsgd.auditing.target import AuditTarget
-from shuffled_dpsgd.auditing.verdict import require
+from shuffled_dpsgd.auditing.verdict import check_fields
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
 from shuffled_dpsgd.training.planning import plan_json
@@ -72,7 +72,7 @@ class BlackBoxSetting:
 
     def __post_init__(self) -> None:
         check_kind(self.input_canary)
-        require(self, num_seeds=LEAST_SEEDS, num_canaries=10)
+        check_fields(self, num_seeds=LEAST_SEEDS, num_canaries=10)
 
 
 @dataclass(frozen=True, kw_only=True)

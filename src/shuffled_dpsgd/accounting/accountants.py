@@ -24,7 +24,7 @@ from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, claim_for
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +74,9 @@ class Accountant:
     def _check(self, run: SampledGaussian) -> None:
         if self.name != "certified":
             refuse_special(run)
-        if run.adjacency not in self.adjacencies:
-            raise InvalidArgumentError(
-                "adjacency",
-                expected=f"one of {self.adjacencies} for {self.name}",
-                got=run.adjacency,
-                remedy="use the certified accountant for it",
-            )
+        expected = f"one of {self.adjacencies} for {self.name}"
+        remedy = "use the certified accountant for it"
+        require(run.adjacency in self.adjacencies, "adjacency", expected, run.adjacency, remedy)
 
 
 def by_formula(

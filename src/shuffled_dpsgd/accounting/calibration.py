@@ -15,7 +15,7 @@ from shuffled_dpsgd.core.certified import claim_for
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 SIGMA_ACCURACY = 5e-4
 CALIBRATION_ERROR = 3e-4
@@ -30,13 +30,9 @@ Pricing = Callable[[float], float]
 
 def check_epsilon(epsilon: float) -> None:
     """Refuse a target ε that is not a positive finite number."""
-    if not (math.isfinite(epsilon) and epsilon > 0.0):
-        raise InvalidArgumentError(
-            "epsilon",
-            expected="a positive finite number",
-            got=epsilon,
-            remedy="typical budgets lie between 0.1 and 10",
-        )
+    expected = "a positive finite number"
+    remedy = "typical budgets lie between 0.1 and 10"
+    require(math.isfinite(epsilon) and epsilon > 0.0, "epsilon", expected, epsilon, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

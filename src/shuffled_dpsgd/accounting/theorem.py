@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shuffled_dpsgd.accounting.calibration import LARGEST_SIGMA, SMALLEST_SIGMA, unreachable
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -96,13 +96,8 @@ def smallest_epsilon(
     if violated.size == 0:
         return 0.0
     last = int(violated[-1])
-    if last == grid.size - 1:
-        raise InvalidArgumentError(
-            "delta",
-            expected="a delta that some finite epsilon reaches in float64",
-            got=delta,
-            remedy="raise delta or the noise multiplier",
-        )
+    expected = "a delta that some finite epsilon reaches in float64"
+    require(last != grid.size - 1, "delta", expected, delta, "raise delta or the noise multiplier")
     return _last_crossing(excess, float(grid[last]), float(grid[last + 1]))
 
 
@@ -120,13 +115,11 @@ def check_theorem(dimension: int, batch_clip: float) -> None:
             got=dimension,
             remedy="count the parameters a permutation moves",
         )
-    if not (math.isfinite(batch_clip) and batch_clip > 0.0):
-        raise InvalidArgumentError(
-            "batch_clip",
-            expected="a positive ratio c'/c of batch clip to per-example clip",
-            got=batch_clip,
-            remedy="the paper's text implies 1; it decides the outcome, so it has no default",
-        )
+    expected = "a positive ratio c'/c of batch clip to per-example clip"
+    remedy = "the paper's text implies 1; it decides the outcome, so it has no default"
+    require(
+        math.isfinite(batch_clip) and batch_clip > 0.0, "batch_clip", expected, batch_clip, remedy
+    )
 
 
 def _moments(sigma: Array, dimension: int, reach: float) -> tuple[Array, Array]:

@@ -36,7 +36,7 @@ from shuffled_dpsgd.core.certified import ASSUMPTIONS, METHOD, RELATIVE_ERROR
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 SETTLED = (
     "neither how many runs there are nor the noise, sampling probability and steps of any were "
@@ -62,13 +62,11 @@ class BestOf:
     def __post_init__(self) -> None:
         if not 1.0 <= self.mean < math.inf:
             raise InvalidArgumentError("mean", expected="a number of runs >= 1", got=self.mean)
-        if self.run.adjacency != "add-remove":
-            raise InvalidArgumentError(
-                "adjacency",
-                expected="add-remove for the best of several runs",
-                got=self.run.adjacency,
-                remedy="count every run by itself: publish all of them",
-            )
+        expected = "add-remove for the best of several runs"
+        remedy = "count every run by itself: publish all of them"
+        require(
+            self.run.adjacency == "add-remove", "adjacency", expected, self.run.adjacency, remedy
+        )
 
 
 Spent: TypeAlias = SampledGaussian | BestOf

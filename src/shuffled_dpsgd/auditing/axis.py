@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import logsumexp
 
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,7 @@ def orbit_likelihood_ratio(observed: Floats, canary: AxisCanary, noise_std: floa
     Only for Dirac canaries, whose orbit has as many points as the axis; that of a general vector
     has size! points and its likelihood is a matrix permanent.
     """
-    if not canary.is_dirac:
-        raise InvalidArgumentError(
-            "canary", expected="a Dirac canary, whose orbit can be enumerated", got=canary.name
-        )
+    require(canary.is_dirac, "canary", "a Dirac canary, whose orbit can be enumerated", canary.name)
     shift = np.log(canary.size) + 0.5 / noise_std**2
     return np.asarray(logsumexp(observed / noise_std**2, axis=1) - shift)
 

@@ -21,8 +21,8 @@ from shuffled_dpsgd.auditing.verdict import (
     AuditReport,
     Evidence,
     ThreatModel,
+    check_fields,
     report_on,
-    require,
 )
 from shuffled_dpsgd.core.events import check_sampling
 
@@ -45,7 +45,7 @@ class CompositionSetting:
 
     def __post_init__(self) -> None:
         check_sampling(self.sampling_prob, self.num_steps)
-        require(self, "noise_multiplier", axis_size=2, num_observations=100)
+        check_fields(self, "noise_multiplier", axis_size=2, num_observations=100)
 
 
 def run_claims(

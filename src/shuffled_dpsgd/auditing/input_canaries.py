@@ -26,10 +26,7 @@ SCORING_BATCH = 64
 
 def check_kind(kind: str) -> None:
     """Refuse a kind of canary that there is none of."""
-    if kind not in get_args(InputCanary):
-        raise InvalidArgumentError(
-            "input_canary", expected=f"one of {get_args(InputCanary)}", got=kind
-        )
+    require(kind in get_args(InputCanary), "input_canary", f"one of {get_args(InputCanary)}", kind)
 
 
 class Extended:
@@ -133,13 +130,9 @@ def new_token(
     vocabulary = _vocabulary(model)
     used = set[int]().union(*(data[i][0] for i in range(len(data))))
     unused = sorted(set(range(vocabulary)) - used)
-    if len(unused) < count:
-        raise InvalidArgumentError(
-            "input_canaries",
-            expected=f"at most {len(unused)}: tokens of the vocabulary that are in no record",
-            got=count,
-            remedy="plant fewer, or scrambled ones",
-        )
+    expected = f"at most {len(unused)}: tokens of the vocabulary that are in no record"
+    remedy = "plant fewer, or scrambled ones"
+    require(len(unused) >= count, "input_canaries", expected, count, remedy)
     chosen = rng.choice(len(data), size=count, replace=False)
     tokens = rng.choice(unused, size=count, replace=False)
     prompts = (data[int(i)][0][: max(data[int(i)][1], 1)] for i in chosen)

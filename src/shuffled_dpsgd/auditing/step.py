@@ -28,8 +28,8 @@ from shuffled_dpsgd.auditing.verdict import (
     AuditReport,
     Evidence,
     ThreatModel,
+    check_fields,
     report_on,
-    require,
 )
 
 CHUNK_VALUES = 1 << 21
@@ -62,7 +62,7 @@ class StepSetting:
     def __post_init__(self) -> None:
         positive = ("noise_multiplier", "batch_clip", "weight_std", "step_size")
         least = {"dimension": 2, "axis_size": 2, "aligned_rows": 2, "aligned_width": 1}
-        require(self, *positive, **least, num_observations=100)
+        check_fields(self, *positive, **least, num_observations=100)
 
 
 def step_claims(

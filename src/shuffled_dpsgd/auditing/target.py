@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind
-from shuffled_dpsgd.auditing.verdict import require
+from shuffled_dpsgd.auditing.verdict import check_fields
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.budget import BudgetFile, counted
@@ -54,7 +54,7 @@ class RunSetting:
 
     def __post_init__(self) -> None:
         check_kind(self.input_canary)
-        require(
+        check_fields(
             self,
             num_observations=20,
             warmup_steps=0,

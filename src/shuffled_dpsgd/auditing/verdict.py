@@ -17,7 +17,7 @@ from shuffled_dpsgd.auditing.estimators.curves import Area, RateAt, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Inclusion, ScorePair
 from shuffled_dpsgd.auditing.reach import Reach
 from shuffled_dpsgd.core.claim import PrivacyClaim
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.card import PrivacyCard
@@ -228,10 +228,8 @@ def judge(
     verdicts = []
     for claim in claims:
         deltas = {bound.delta for attack in attacks for bound in attack.joint}
-        if deltas - {claim.delta}:
-            raise InvalidArgumentError(
-                "claims", expected=f"the δ of the bounds, {sorted(deltas)}", got=claim.delta
-            )
+        expected = f"the δ of the bounds, {sorted(deltas)}"
+        require(deltas <= {claim.delta}, "claims", expected, claim.delta)
         bounds = [attack.strongest_against(claim) for attack in attacks]
         strongest = max(bounds, default=-1.0)
         verdicts.append(
@@ -270,15 +268,9 @@ def report_on(
     )
 
 
-def require(setting: object, *positive: str, **least: int) -> None:
+def check_fields(setting: object, *positive: str, **least: int) -> None:
     """Refuse fields of an audit's setting that are not positive or below a limit; nan is either."""
     for name in positive:
-        if not getattr(setting, name) > 0.0:
-            raise InvalidArgumentError(
-                name, expected="a positive number", got=getattr(setting, name)
-            )
+        require(getattr(setting, name) > 0.0, name, "a positive number", getattr(setting, name))
     for name, limit in least.items():
-        if not getattr(setting, name) >= limit:
-            raise InvalidArgumentError(
-                name, expected=f"at least {limit}", got=getattr(setting, name)
-            )
+        require(getattr(setting, name) >= limit, name, f"at least {limit}", getattr(setting, name))

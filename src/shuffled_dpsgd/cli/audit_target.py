@@ -85,17 +85,15 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     """The configured task's model and its first records."""
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.auditing.target import refuse_budget
-    from shuffled_dpsgd.errors import InvalidArgumentError
+    from shuffled_dpsgd.errors import require
     from shuffled_dpsgd.tasks import build_task, digits, load_config
     from shuffled_dpsgd.tasks.start import chosen_device
 
     config = digits.default_config() if path is None else load_config(path)
     refuse_budget(config.privacy.budget, "replayed sums")
     task = build_task(config)
-    if count > len(task.train_data):
-        raise InvalidArgumentError(
-            "--records", expected=f"at most {len(task.train_data)}", got=count
-        )
+    expected = f"at most {len(task.train_data)}"
+    require(count <= len(task.train_data), "--records", expected, count)
     examples = [task.train_data[i] for i in range(count)]
     records = Records(examples=examples, losses=task.losses, collate=task.collate)
     return task.model, records, str(chosen_device(config.training.device))

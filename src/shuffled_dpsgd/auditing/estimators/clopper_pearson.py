@@ -21,7 +21,7 @@ from shuffled_dpsgd.auditing.estimators.scores import (
     ScorePair,
     check_levels,
 )
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 EXTREMES = 48
 EVENLY_SPACED = 160
@@ -102,10 +102,8 @@ class ClopperPearson:
 
 def halves(scores: ScorePair) -> tuple[ScorePair, ScorePair]:
     """The leading half of each world, and the rest (scores are exchangeable)."""
-    if min(scores.num_out, scores.num_present) < 4:
-        raise InvalidArgumentError(
-            "scores", expected="at least four per world to split", got=scores.num_out
-        )
+    expected = "at least four per world to split"
+    require(min(scores.num_out, scores.num_present) >= 4, "scores", expected, scores.num_out)
     cut_out, cut_in = round(0.5 * scores.num_out), round(0.5 * scores.num_present)
     return (
         ScorePair(out=scores.out[:cut_out], present=scores.present[:cut_in]),

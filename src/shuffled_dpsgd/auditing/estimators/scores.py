@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shuffled_dpsgd.core.claim import PrivacyClaim
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 Floats = NDArray[np.float64]
 Refutable = Literal["any claim", "Gaussian claims"]
@@ -124,7 +124,4 @@ def check_levels(*, delta: float, confidence: float) -> None:
     """Refuse a δ or a confidence that means nothing."""
     if not 0.0 <= delta < 1.0:
         raise InvalidArgumentError("delta", expected="a number in [0, 1)", got=delta)
-    if not 0.0 < confidence < 1.0:
-        raise InvalidArgumentError(
-            "confidence", expected="a number strictly between 0 and 1", got=confidence
-        )
+    require(0.0 < confidence < 1.0, "confidence", "a number strictly between 0 and 1", confidence)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shuffled_dpsgd.environment import today
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.reports.page import page
 from shuffled_dpsgd_experiments import claims
 from shuffled_dpsgd_experiments.exhibits import Reproduced, Reproduction
@@ -56,13 +56,9 @@ def find(names: list[str]) -> list[Reproduction]:
     """The named reproductions in order, `all` for every one."""
     chosen = [*REPRODUCTIONS] if names == ["all"] else names
     for name in chosen:
-        if name not in REPRODUCTIONS:
-            raise InvalidArgumentError(
-                "name",
-                expected=f"one of {', '.join(REPRODUCTIONS)}, or all alone",
-                got=name,
-                remedy="`shuffled-dpsgd reproduce --list` describes them",
-            )
+        expected = f"one of {', '.join(REPRODUCTIONS)}, or all alone"
+        remedy = "`shuffled-dpsgd reproduce --list` describes them"
+        require(name in REPRODUCTIONS, "name", expected, name, remedy)
     return [REPRODUCTIONS[name] for name in chosen]
 
 

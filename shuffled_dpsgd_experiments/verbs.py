@@ -9,7 +9,7 @@ import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 from shuffled_dpsgd.cli.privacy_options import BudgetFile
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd_experiments.examination.verb import examine as examine
 
 if TYPE_CHECKING:
@@ -65,13 +65,8 @@ def reproduce(
         return
     if output.exists() and not output.is_dir():
         raise InvalidArgumentError("--output", expected="a folder", got=str(output))
-    if not names:
-        raise InvalidArgumentError(
-            "names",
-            expected=f"at least one of {', '.join(REPRODUCTIONS)}, or all",
-            got=[],
-            remedy="`shuffled-dpsgd reproduce --list` describes them",
-        )
+    expected = f"at least one of {', '.join(REPRODUCTIONS)}, or all"
+    require(names, "names", expected, [], "`shuffled-dpsgd reproduce --list` describes them")
     if scale not in SCALES:
         raise InvalidArgumentError("--scale", expected=f"one of {SCALES}", got=scale)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.core.claim import Kind
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd_experiments.examination.pairs import WORLDS, Array, Pair, World
 
 DRAWS = 20_000
@@ -155,7 +155,4 @@ def _check(noise_multiplier: float, draws: int, confidence: float) -> None:
         )
     if draws < 2:
         raise InvalidArgumentError("draws", expected="at least 2", got=draws, remedy="use 20000")
-    if not 0.0 < confidence < 1.0:
-        raise InvalidArgumentError(
-            "confidence", expected="a number strictly between 0 and 1", got=confidence
-        )
+    require(0.0 < confidence < 1.0, "confidence", "a number strictly between 0 and 1", confidence)

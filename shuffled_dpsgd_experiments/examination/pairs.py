@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shuffled_dpsgd.accounting.theorem import check_theorem
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd_experiments.examination.order_statistics import draw_sums
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -80,10 +80,7 @@ def spike_pair(dimension: int, batch_clip: float) -> Pair:
     """The theorem's own worst case (Lemma 3): f of norm c' and f + g of norm c' + 1, both along
     (d−1, −1, …, −1)."""
     check_theorem(dimension, batch_clip)
-    if dimension < 2:
-        raise InvalidArgumentError(
-            "dimension", expected="at least 2 for a spike pair", got=dimension
-        )
+    require(dimension >= 2, "dimension", "at least 2 for a spike pair", dimension)
     unit = 1.0 / math.sqrt(dimension * (dimension - 1.0))
     lengths = (batch_clip, batch_clip + 1.0)
     return Pair(

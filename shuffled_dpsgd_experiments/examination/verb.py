@@ -17,7 +17,7 @@ from shuffled_dpsgd.cli.accounting import (
     resolve_sampling,
 )
 from shuffled_dpsgd.cli.output import AsJson, print_json, table, verb
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,13 +118,8 @@ def _claim(
         )
     if epsilon is not None:
         return calibrate_paper(epsilon=epsilon, **run, **of_theorem).claim
-    if not noise:
-        raise InvalidArgumentError(
-            "noise_multiplier",
-            expected="a positive number",
-            got=noise,
-            remedy="without noise there is no claim to examine",
-        )
+    remedy = "without noise there is no claim to examine"
+    require(noise, "noise_multiplier", "a positive number", noise, remedy)
     return paper_claim(noise_multiplier=noise, **run, **of_theorem)
 
 

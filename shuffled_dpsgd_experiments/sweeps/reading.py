@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.tasks.config_files import place_paths, refuse_unknown
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep, SweptMethod, laid_over, slug
 
@@ -99,13 +99,9 @@ def _check(sweep: Sweep) -> None:
         _refuse_twice(key, values)
     for method in sweep.methods:
         strange = [e for e in method.epsilons or () if e not in sweep.epsilons]
-        if strange:
-            raise InvalidArgumentError(
-                f"methods.{method.name}.epsilons",
-                expected=f"some of the sweep's {list(sweep.epsilons)}",
-                got=strange,
-                remedy="a cell at another ε would never be run: write it under epsilons too",
-            )
+        expected = f"some of the sweep's {list(sweep.epsilons)}"
+        remedy = "a cell at another ε would never be run: write it under epsilons too"
+        require(not strange, f"methods.{method.name}.epsilons", expected, strange, remedy)
     _check_tuning(sweep)
     for cell in (*sweep.tuning_cells(), *sweep.main_cells({})):
         _check_budget(cell)

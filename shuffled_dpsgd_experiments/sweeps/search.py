@@ -18,7 +18,7 @@ import numpy as np
 
 from shuffled_dpsgd.accounting import BestOf, PrivacyClaim, claim_together
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.record_digest import data_mark
@@ -77,12 +77,10 @@ def run_search(
 
 def _price(cell: Cell, plan: PrivacyPlan, plan_of: Callable[[Cell], PrivacyPlan]) -> PrivacyClaim:
     """The claim of a search; refuses candidates that are not priced alike."""
-    if plan.uncertifiable:
-        raise InvalidArgumentError(
-            f"methods.{cell.method}",
-            expected="runs whose ε can be certified, for best_of",
-            got="; ".join(plan.uncertifiable),
-        )
+    expected = "runs whose ε can be certified, for best_of"
+    require(
+        not plan.uncertifiable, f"methods.{cell.method}", expected, "; ".join(plan.uncertifiable)
+    )
     for each in cell.candidates[1:]:
         if plan_of(each).mechanism() != plan.mechanism():
             raise InvalidArgumentError(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import Shuffle
@@ -149,13 +149,9 @@ def time_model(row: TimedModel, device: torch.device, *, rounds: int) -> dict[st
 def run(scale: str) -> dict[str, Any]:
     """The table at a scale: full-size models need a GPU; `demo` has small ones."""
     device = chosen_device("auto")
-    if scale == "paper" and device.type != "cuda":
-        raise InvalidArgumentError(
-            "--scale",
-            expected="demo without a GPU: an epoch of full-size models takes hours here",
-            got=scale,
-            remedy="or --from-results",
-        )
+    expected = "demo without a GPU: an epoch of full-size models takes hours here"
+    remedy = "or --from-results"
+    require(not (scale == "paper" and device.type != "cuda"), "--scale", expected, scale, remedy)
     rounds = FEWEST_ROUNDS if scale == "demo" else ROUNDS
     models = SMALL if scale == "demo" else MODELS
     return {

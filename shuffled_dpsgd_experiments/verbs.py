@@ -79,7 +79,7 @@ def reproduce(
         output=output, scale=scale, from_results=from_results, drawings=whole, data=data, say=say
     )
     found = []
-    for each in find(names):
+    for each in find(names or []):
         if not from_results:
             say(f"{each.name}: {each.title}")
         found.append(each.reproduce(request))

@@ -120,7 +120,7 @@ def _claim(
         return calibrate_paper(epsilon=epsilon, **run, **of_theorem).claim
     remedy = "without noise there is no claim to examine"
     require(noise, "noise_multiplier", "a positive number", noise, remedy)
-    return paper_claim(noise_multiplier=noise, **run, **of_theorem)
+    return paper_claim(noise_multiplier=noise or 0.0, **run, **of_theorem)
 
 
 def _print(claim: PrivacyClaim, result: dict[str, Any], found: Sequence[Examination]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind
 from shuffled_dpsgd.auditing.verdict import check_fields
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
@@ -65,13 +65,8 @@ class RunSetting:
 
 def refuse_budget(budget: str | None, shown: str) -> None:
     """An audit that shows what has no noise is refused where the records have a budget."""
-    if budget is not None:
-        raise InvalidArgumentError(
-            "budget",
-            expected="none for what is shown without noise",
-            got=budget,
-            remedy=f"{shown} carry no noise, so no budget covers them; audit other records",
-        )
+    remedy = f"{shown} carry no noise, so no budget covers them; audit other records"
+    require(budget is None, "budget", "none for what is shown without noise", budget, remedy)
 
 
 def count_in_budget(

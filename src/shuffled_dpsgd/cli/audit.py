@@ -18,7 +18,7 @@ from shuffled_dpsgd.cli.audit_output import (
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
 from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, reports_errors
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.options import choices_of
 
 EPILOG = (
@@ -71,10 +71,9 @@ def step(
         num_observations=observations,
         seed=seed,
     )
-    if (sampling_prob is None) != (num_steps is None):
-        raise InvalidArgumentError(
-            "--sampling-prob", expected="both of it and --num-steps, or neither", got=sampling_prob
-        )
+    expected = "both of it and --num-steps, or neither"
+    both = (sampling_prob is None) == (num_steps is None)
+    require(both, "--sampling-prob", expected, sampling_prob)
     run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
     claims = step_claims(setting, paper_epsilon=claim)
     report = audit_step(

@@ -1,6 +1,7 @@
 """How large the project is, room by room; fails above a budget. `make size` runs it.
 
 A budget may only be lowered. It stands at the present count, rounded up, until it meets its target.
+Words are those of pages in Markdown; notebooks and what is made from docstrings are not counted.
 """
 
 from __future__ import annotations

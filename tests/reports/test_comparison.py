@@ -40,6 +40,14 @@ def folders(tmp_path: Path) -> list[Path]:
     return [folder(tmp_path / "<script><b>", 1.0), folder(tmp_path / "two", 3.0)]
 
 
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    twins = [folder(tmp_path / place / "run", 1.0) for place in ("a", "b")]
+    assert [run.name for run in read_runs(twins)] == [str(twin) for twin in twins]
+    assert read_runs([twins[0], folder(tmp_path / "c", 1.0)])[0].name == "run"
+
+
 def test_the_page_has_results_claims_and_settings(folders: list[Path]) -> None:
     runs = read_runs(folders)
     page = comparison_page(runs)

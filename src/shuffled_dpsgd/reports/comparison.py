@@ -46,10 +46,13 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """
     if len(folders) < 2:
         raise InvalidArgumentError("runs", expected="two folders or more", got=len(folders))
-    return [_read_run(folder) for folder in folders]
+    names = [folder.resolve().name for folder in folders]
+    if len({*names}) < len(names):
+        names = [str(folder) for folder in folders]
+    return [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def _read_run(folder: Path) -> ComparedRun:
+def _read_run(folder: Path, name: str) -> ComparedRun:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         done = summary["finished"]
@@ -61,7 +64,7 @@ def _read_run(folder: Path) -> ComparedRun:
             f"`shuffled-dpsgd train --resume {folder}`"
         )
     return ComparedRun(
-        name=folder.resolve().name,
+        name=name,
         card=read_card(folder),
         settings=summary["config"],
         records=MetricsLog(folder / "metrics.jsonl").read(),

@@ -97,7 +97,8 @@ def registry_yaml(card: PrivacyCard) -> str:
                 "accounting": {
                     "post_processing": f"Shuffle of the weights: {card.shuffle}; credited with "
                     f"nothing. {TO_FILL}: merging, quantization or other work on the weights",
-                    "composition": f"{_method(claim)} All steps of the plan are composed.",
+                    "composition": f"By {claim.method}: {'; '.join(claim.assumptions)}. All steps "
+                    "of the plan are composed.",
                 },
                 "implementation": _implementation(card),
                 "administrative": {
@@ -113,11 +114,11 @@ def registry_yaml(card: PrivacyCard) -> str:
 
 def _privacy_loss(card: PrivacyCard, claim: PrivacyClaim) -> dict[str, Any]:
     meaning = () if card.meaning is None else card.meaning.describe()
-    one = "be several units" if card.of_units else "own several rows"
-    whose = f"whether one person can {one}"
+    several = "be several units" if card.of_units else "own several rows"
     return {
         "privacy_unit": _unit(card),
-        "privacy_unit_details": f"Adjacent data sets: {_adjacency(card)}. {TO_FILL}: {whose}",
+        "privacy_unit_details": f"Adjacent data sets: {_adjacency(card)}. {TO_FILL}: whether one "
+        f"person can {several}",
         "privacy_parameters": {"epsilon": claim.epsilon, "delta": claim.delta},
         "privacy_parameters_details": _listed(
             (f"{claim.describe()}, {CERTIFIED_METHOD_NOTE}", *meaning, *card.assumptions)
@@ -278,10 +279,6 @@ def _adjacency(card: PrivacyCard) -> str:
     one = "one unit, with all of its records," if card.of_units else "one row"
     how = {"add-remove": "added or removed", "replace-one": "replaced"}[card.plan["adjacency"]]
     return f"{one} is {how}"
-
-
-def _method(claim: PrivacyClaim) -> str:
-    return f"By {claim.method}: {'; '.join(claim.assumptions)}."
 
 
 def _listed(lines: tuple[str, ...] | list[str]) -> str:

@@ -7,7 +7,9 @@ without noise. No ε covers publishing them, and every page that shows them says
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -37,19 +39,13 @@ def count_norms(norms: Iterable[float]) -> dict[int, int]:
     >>> count_norms([1.0, 1.1, 0.0, float("inf")])
     {40: 2, 0: 1, 79: 1}
     """
-    from math import floor, isfinite, log10
-
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for norm in norms:
-        if not isfinite(norm):
-            index = NUM_NORM_BINS - 1
-        elif norm <= 0:
-            index = 0
-        else:
-            place = floor((log10(norm) - NORM_DECADES[0]) * NORM_BINS_PER_DECADE)
-            index = min(max(place, 0), NUM_NORM_BINS - 1)
-        counts[index] = counts.get(index, 0) + 1
-    return counts
+        place = NUM_NORM_BINS if norm > 0 or math.isnan(norm) else 0
+        if 0 < norm < math.inf:
+            place = int((math.log10(norm) - NORM_DECADES[0]) * NORM_BINS_PER_DECADE)
+        counts[min(max(place, 0), NUM_NORM_BINS - 1)] += 1
+    return dict(counts)
 
 
 @dataclass(frozen=True, kw_only=True)

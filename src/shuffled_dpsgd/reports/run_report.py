@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -141,10 +142,8 @@ def _permutation(spec: PermutationSpec | None) -> str:
         )
         for kind, counts in spec.count_by_kind().items()
     ]
-    reasons: dict[str, int] = {}
-    for reason in spec.unmoved.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    unmoved = [(f"{count} tensors not moved", reason) for reason, count in reasons.items()]
+    reasons = Counter(spec.unmoved.values()).items()
+    unmoved = [(f"{count} tensors not moved", reason) for reason, count in reasons]
     return (
         f"<p>{spec.moved_parameters:,} of {spec.total_parameters:,} parameters "
         f"({spec.shuffle_ratio:.1%}) live in tensors that move, in "

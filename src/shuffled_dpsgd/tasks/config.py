@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.options import Budget, Schedule, help_of
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 
@@ -161,10 +161,7 @@ class DataConfig(Section):
         self.check_split(self.heldout_split)
         known = PUBLISHED["dart"].sources
         unknown = [source for source in self.exclude_sources if source not in known]
-        if unknown:
-            raise InvalidArgumentError(
-                "exclude_sources", expected=f"some of {list(known)}", got=unknown
-            )
+        require(not unknown, "exclude_sources", f"some of {list(known)}", unknown)
 
     def check_split(self, split: str | None) -> None:
         """Refuse a held-out split that the data set does not have."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError, require
 from shuffled_dpsgd.tasks.chat import encode_question
 from shuffled_dpsgd.tasks.config import GenerationConfig, ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.image_files import open_image
@@ -73,10 +73,8 @@ def evaluate_run(
     if writes:
         require_libraries()
     if data is not None:
-        if config.data.path is None:
-            raise InvalidArgumentError(
-                "--data", expected="a run on data from a folder", got=str(data)
-            )
+        given = config.data.path is not None
+        require(given, "--data", "a run on data from a folder", str(data))
         config = replace(config, data=replace(config.data, path=str(data)))
     # The only held-out split of the digits is called test.
     if split is not None and (split, config.task) != ("test", "digits"):
@@ -103,10 +101,8 @@ def evaluate_run(
 def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     """The class of each text, or of each image file, with its probability."""
     config = trained_config(directory)
-    if config.task in ("causal-lm", "sft"):
-        raise InvalidArgumentError(
-            "RUN", expected="a classifier", got="a language model", remedy="use generate"
-        )
+    writes = config.task in ("causal-lm", "sft")
+    require(not writes, "RUN", "a classifier", "a language model", "use generate")
     reads = config.task == "text-classification"
     model = prepare_model(config.model, head="sequence" if reads else "image").eval()
     answers = []
@@ -131,10 +127,8 @@ def generate(
     prompts are continued as they are; so are all where the tokenizer has no template.
     """
     config = trained_config(directory)
-    if config.task not in ("causal-lm", "sft"):
-        raise InvalidArgumentError(
-            "RUN", expected="a language model", got=config.task, remedy="use predict"
-        )
+    writes = config.task in ("causal-lm", "sft")
+    require(writes, "RUN", "a language model", config.task, "use predict")
     model = prepare_model(config.model, head="causal-lm")
     tokenizer = load_tokenizer(config.model.name)
     if config.task == "sft":

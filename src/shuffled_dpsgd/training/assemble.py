@@ -20,7 +20,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError, require
 from shuffled_dpsgd.options import (
     Accounting,
     Adjacency,
@@ -251,10 +251,7 @@ def _units(options: PrivacyOptions, *, compiled: bool, sharded: bool) -> Units |
     if options.records_per_unit is None:
         return None
     for is_so, got in ((compiled, "torch.compile of it"), (sharded, "fully_shard of it")):
-        if is_so:
-            raise InvalidArgumentError(
-                "model", expected="the model itself, as a unit has several records", got=got
-            )
+        require(not is_so, "model", "the model itself, as a unit has several records", got)
     if isinstance(options.unit, str):
         return None
     found = Units(options.unit)
@@ -319,10 +316,8 @@ def _find_sharding(
             "some of which do not count",
             got=options.sampling,
         )
-    if options.method == "opacus":
-        raise InvalidArgumentError(
-            "method", expected="one of ours for a sharded model", got=options.method
-        )
+    ours = options.method != "opacus"
+    require(ours, "method", "one of ours for a sharded model", options.method)
     if compiled:
         raise UnsupportedModuleError(
             "",

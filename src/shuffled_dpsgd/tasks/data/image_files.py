@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.tasks.data.tables import shortened
 
 _REMEDY = (
@@ -148,8 +148,6 @@ def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
             got=shortened(int(labels[wrong[0]])),
             remedy="correct the record, or data.num_labels",
         )
-    if len(images) != len(labels):
-        raise InvalidArgumentError(
-            where, expected=f"one for each of {len(images)} images", got=len(labels)
-        )
+    count = len(images)
+    require(len(labels) == count, where, f"one for each of {count} images", len(labels))
     return images, labels.astype("int64")

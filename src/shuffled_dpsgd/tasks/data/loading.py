@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.tasks.chat import CHAT_COLUMNS, Chat, read_chat
 from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.image_files import read_image_folder, read_npz
@@ -153,10 +153,7 @@ def require_task(data: DataConfig, task: str) -> None:
     fitting = [name for name, facts in PUBLISHED.items() if facts.task == task]
     own = {"image-classification": ["image-folder", "cifar", "hub"], "sft": ["jsonl", "hub"]}
     fitting += own.get(task, ["csv", "jsonl", "hub"])
-    if data.format not in fitting:
-        raise InvalidArgumentError(
-            "data.format", expected=f"one of {fitting} for {task}", got=data.format
-        )
+    require(data.format in fitting, "data.format", f"one of {fitting} for {task}", data.format)
 
 
 def check_sizes(splits: Splits[Any], *, batch: int) -> None:

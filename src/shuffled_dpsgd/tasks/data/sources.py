@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError, require
 from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.published import HUB_SPLITS, PUBLISHED, HubPlace, PublishedSet
 from shuffled_dpsgd.tasks.data.tables import Columns, Row, find_file, read_table
@@ -99,13 +99,10 @@ class HubSource:
             raise InvalidArgumentError(
                 "data.path", expected=f"a split {split} in {name}", got=sorted(self._splits)
             )
-        there = set(found.column_names)
-        columns = next((c for c in self._choices if there.issuperset(c)), self._choices[0])
-        missing = [column for column in columns if column not in there]
-        if missing:
-            raise InvalidArgumentError(
-                "data.text_columns", expected=f"columns of {found.column_names}", got=missing
-            )
+        known = found.column_names
+        columns = next((c for c in self._choices if {*known}.issuperset(c)), self._choices[0])
+        missing = [column for column in columns if column not in known]
+        require(not missing, "data.text_columns", f"columns of {known}", missing)
         return HubRecords(found, f"{name}, split {split}", lambda row: convert(row, columns))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 _SHOWN = 60
 _BOM = b"\xef\xbb\xbf"
@@ -146,10 +146,8 @@ def _objects(path: Path, kind: str, choices: Sequence[Columns]) -> tuple[list[Ro
     text = _text(path)
     if kind == ".json":
         found = _parsed(path, 1, text, "a list of JSON objects")
-        if not isinstance(found, list):
-            raise InvalidArgumentError(
-                str(path), expected="a list of JSON objects", got=type(found).__name__
-            )
+        kind = type(found).__name__
+        require(isinstance(found, list), str(path), "a list of JSON objects", kind)
         items = {f"{path}, item {number}": item for number, item in enumerate(found, start=1)}
     else:
         lines = text.removesuffix("\n").split("\n") if text else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,29 @@ def test_rows_in_another_order_or_with_more_of_them_are_the_same_records() -> No
         second = start(make_mlp(), dataset_size=len(data))
         run(second, Case(make=make_mlp, data=data, loss=classify))
         assert any("1 earlier run" in line for line in second.card().not_covered) == known
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Rows that differ from load to load, by a generator of their own."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = vectors().tensors
+        self.draws = random.Random()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index] + self.draws.random(), self.labels[index]
+
+
+def test_a_data_set_is_known_again_where_its_rows_are_not() -> None:
+    data = Augmented()
+    for number, rows in enumerate((data, data, Augmented())):
+        private = start(make_mlp())
+        run(private, Case(make=make_mlp, data=rows, loss=classify), num_steps=1)
+        known = any("1 earlier run" in line for line in private.card().not_covered)
+        assert known == (number == 1)
 
 
 def test_runs_on_other_rows_are_added_too() -> None:

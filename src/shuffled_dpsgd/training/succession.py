@@ -11,6 +11,7 @@ for good.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,7 @@ class _Spent:
 _RUNS: weakref.WeakSet[PrivateTraining] = weakref.WeakSet()
 _ON_WEIGHTS = WeakIdKeyDictionary()
 _ON_ROWS: list[_Spent] = []
+_NAMES = WeakIdKeyDictionary()
 
 
 def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +115,7 @@ class History:
         Noise that hid other sums before, and runs that do not fit into the budget.
         """
         own, seed, run = self._own, self._own.plan.seed, self._owner()
+        rows |= _name_of(data)
         if not rows <= own.rows:
             own.rows |= rows
             others = [each for each in _ON_ROWS if each is not own]
@@ -253,6 +256,14 @@ def _keys(weights: Iterable[torch.Tensor]) -> Iterator[object]:
     """What weights are known by: the parameters, and their storage, which a view shares."""
     for weight in weights:
         yield from (weight, held(weight).untyped_storage())
+
+
+def _name_of(data: MapStyle) -> frozenset[bytes]:
+    """What a data set is known by whose rows differ from load to load."""
+    try:
+        return frozenset({_NAMES.setdefault(data, secrets.token_bytes(16))})
+    except TypeError:  # A list cannot be remembered.
+        return frozenset()
 
 
 def _plans(runs: list[_Spent]) -> list[PrivacyPlan]:

@@ -96,5 +96,14 @@ def test_a_folder_whose_ledger_says_otherwise_is_refused(saved: Path, tmp_path: 
         (tmp_path / saved.name).write_text(other.dumps(), encoding="utf-8")
         read_card(tmp_path / saved.name)
         assert why in " ".join(run("card", tmp_path, code=2).output.split())
-    (tmp_path / "ledger.jsonl").write_text("no ledger\n", encoding="utf-8")
-    assert "restore the file" in run("card", tmp_path, code=2).output
+    shutil.copy(saved, tmp_path)
+    ledger = tmp_path / "ledger.jsonl"
+    torn = ledger.read_bytes() + b'{"step"'
+    ledger.write_bytes(torn)
+    assert read_card(tmp_path) == card
+    assert ledger.read_bytes() == torn, "a run may still write to it"
+    ledger.write_text("no ledger\n", encoding="utf-8")
+    assert "not the ledger of" in run("card", tmp_path, code=2).output
+    shutil.copy(saved.parent / ledger.name, ledger)
+    (tmp_path / "_ledger.jsonl.key").unlink()
+    assert "_ledger.jsonl.key" in run("card", tmp_path, code=2).output

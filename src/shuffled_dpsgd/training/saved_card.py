@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shuffled_dpsgd.accounting.together import claim_together, runs_of
@@ -109,17 +111,22 @@ def _together(data: Mapping[str, Any], plan: PrivacyPlan, steps: int) -> Privacy
 def _check_ledger(ledger: Path, file: Path, card: PrivacyCard) -> None:
     plan = plan_from_json(card.plan)
     try:
-        header = json.loads(ledger.read_text(encoding="utf-8").partition("\n")[0])
-        # The mark of a seeded plan covers its seed, which is not on the card.
-        mark = plan.fingerprint() if plan.secure else header["plan"]
-        spent = Ledger(plan_fingerprint=mark, max_releases=plan.num_steps, path=ledger).spent
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{ledger}: not a ledger; restore the file") from error
+        # A copy: opening a ledger mends its end, and a run may still write to this one.
+        with TemporaryDirectory() as folder:
+            for each in (ledger, ledger.with_name(f"_{ledger.name}.key")):
+                shutil.copy(each, folder)
+            copied = Path(folder) / ledger.name
+            header = json.loads(copied.read_text(encoding="utf-8").partition("\n")[0])
+            # The mark of a seeded plan covers its seed, which is not on the card.
+            mark = plan.fingerprint() if plan.secure else header["plan"]
+            spent = Ledger(plan_fingerprint=mark, max_releases=plan.num_steps, path=copied).spent
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        raise CheckpointError(f"{ledger}: not the ledger of {file.name}; {error}") from error
     planned = header["max_releases"]
     if (card.steps_released, plan.num_steps) != (spent, planned):
         raise CheckpointError(
             f"{file}: {card.steps_released} of {plan.num_steps} steps, and {ledger.name} has "
-            f"{spent} of {planned}; restore the card"
+            f"{spent} of {planned}; restore the card, or go on with the run"
         )
 
 

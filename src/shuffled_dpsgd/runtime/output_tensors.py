@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,28 +21,9 @@ def tensors_in(output: Any) -> list[Tensor]:
     >>> [tuple(tensor.shape) for tensor in tensors_in(found)]
     [(2,), ()]
     """
-    return list(_walk(output, set(), 0))
-
-
-def _walk(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
-    if isinstance(value, _OPAQUE) or depth > _MAX_DEPTH or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for part in _parts(value):
-        yield from _walk(part, seen, depth + 1)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, torch.nn.Module) or callable(value):
-        return ()
-    return [getattr(value, name, None) for name in _attributes(value)]
+    found: dict[int, Tensor] = {}
+    _mapped(output, lambda tensor: found.setdefault(id(tensor), tensor), set(), 0)
+    return list(found.values())
 
 
 def with_tensors(output: Any, others: Mapping[int, Tensor]) -> Any:
@@ -49,41 +31,39 @@ def with_tensors(output: Any, others: Mapping[int, Tensor]) -> Any:
 
     Tuples are made anew; everything else keeps its identity and is changed in place.
     """
-    return _replaced(output, others, set(), 0)
+    return _mapped(output, lambda tensor: others.get(id(tensor), tensor), set(), 0)
 
 
-def _replaced(value: Any, others: Mapping[int, Tensor], seen: set[int], depth: int) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], seen: set[int], depth: int) -> Any:
     if isinstance(value, Tensor):
-        return others.get(id(value), value)
+        return change(value)
     if isinstance(value, _OPAQUE) or depth > _MAX_DEPTH or id(value) in seen:
         return value
     seen.add(id(value))
 
     def new(part: Any) -> Any:
-        return _replaced(part, others, seen, depth + 1)
+        return _mapped(part, change, seen, depth + 1)
 
-    if isinstance(value, MutableMapping):
+    if isinstance(value, Mapping):
         for key in list(value):
-            if (part := new(value[key])) is not value[key]:
+            if (part := new(value[key])) is not value[key] and isinstance(value, MutableMapping):
                 value[key] = part
-    elif isinstance(value, list):
-        value[:] = [new(part) for part in value]
-    elif isinstance(value, tuple):
+    elif isinstance(value, list | tuple | set | frozenset):
         parts = [new(part) for part in value]
-        if any(a is not b for a, b in zip(parts, value, strict=True)):
+        if all(map(is_, parts, value)):
+            return value
+        if isinstance(value, list):
+            value[:] = parts
+        elif isinstance(value, tuple):
             # A named tuple takes its parts one by one.
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif not isinstance(value, torch.nn.Module) and not callable(value):
-        for name in _attributes(value):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in [*getattr(value, "__dict__", {}), *slots]:
             part = getattr(value, name, None)
             if (other := new(part)) is not part:
                 object.__setattr__(value, name, other)
     return value
-
-
-def _attributes(value: Any) -> list[str]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}), *slots]
 
 
 def batch_axes_of(tensor: Tensor, size: int) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.contributions.cost import NormMethod
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 
 
 class Capture:
@@ -26,21 +27,13 @@ class InputAndGradient(Capture):
 
     A linear map whose weight is frozen does without the input. `route` is how the norm of the
     weight's gradient is found: by Gram matrices unless the cost rule has been asked and says else.
+    `part` is the number of the map in a layer of several.
     """
 
     x: Tensor | None
     g: Tensor
     route: NormMethod = NormMethod.GRAM
-
-
-@dataclass(slots=True, eq=False)
-class Projection(Capture):
-    """The same of projection `part` of an attention layer."""
-
-    part: int
-    x: Tensor
-    g: Tensor
-    route: NormMethod = NormMethod.GRAM
+    part: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +52,16 @@ class StoredGradients(Capture):
     weight_BS: Tensor | None
     bias_BS: Tensor | None
     squares_B: Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class StoredWeight(Capture):
-    """Per-sample gradients of a weight, and the output gradient that its bias is summed from."""
-
-    weight_BS: Tensor
-    g: Tensor
-    squares_B: Tensor | None = None
     part: int = 0
+
+    def contributions(self, weight: str | None, bias: str | None) -> list[tuple[str, Contribution]]:
+        """Those to parameters of these names, of which None is not trained."""
+        found: list[tuple[str, Contribution]] = []
+        if weight is not None and self.weight_BS is not None:
+            found.append((weight, DenseGrad(grads_BS=self.weight_BS, squares_B=self.squares_B)))
+        if bias is not None and self.bias_BS is not None:
+            found.append((bias, DenseGrad(grads_BS=self.bias_BS)))
+        return found
 
 
 @dataclass(slots=True, eq=False)

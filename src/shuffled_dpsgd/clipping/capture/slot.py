@@ -105,6 +105,8 @@ class Slot:
         self.path = path
         self.module = module
         self.names = names
+        self.weight_name = names.get("weight")
+        self.bias_name = names.get("bias")
         self.recorder = recorder
         self.handle = recorder.handle
         self.parameters = module._parameters

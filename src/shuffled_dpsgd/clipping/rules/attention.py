@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.capture.captures import Capture, Projection, StoredWeight
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredGradients
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
-    DenseGrad,
     OuterGrad,
     RowSumGrad,
     stored_outer,
 )
+from shuffled_dpsgd.clipping.rules.linear import bias_grads
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -88,23 +88,23 @@ class ProjectionsSlot(Slot):
             self.last_shape, self.last_device = shape, device
         route = self.choose(*shape, device)
         if route is not cost.NormMethod.INSTANTIATE:
-            return Projection(part, x_BTE, g, route)
+            return InputAndGradient(x_BTE, g, route, part)
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
-        return StoredWeight(grads_BPE, g, squares_B, part)
+        return StoredGradients(grads_BPE, bias_grads(g_BTP), squares_B, part)
 
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
-        assert isinstance(capture, Projection | StoredWeight)
-        g_BTP = self._padded(capture.part, capture.g)
-        weight, bias = self.names_of(capture.part)
-        if weight in self.names:
-            if isinstance(capture, StoredWeight):
-                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
-                yield self.names[weight], stored
-            else:
-                outer = OuterGrad(left_BTR=g_BTP, right_BTC=capture.x, route=capture.route)
-                yield self.names[weight], outer
-        if bias in self.names:
-            yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
+    def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
+        assert isinstance(capture, InputAndGradient | StoredGradients)
+        weight, bias = (self.names.get(name) for name in self.names_of(capture.part))
+        if isinstance(capture, StoredGradients):
+            return capture.contributions(weight, bias)
+        found: list[tuple[str, Contribution]] = []
+        g_BTP, x_BTE = self._padded(capture.part, capture.g), cast(Tensor, capture.x)
+        if weight is not None:
+            outer = OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE, route=capture.route)
+            found.append((weight, outer))
+        if bias is not None:
+            found.append((bias, RowSumGrad(grad_BTP=g_BTP)))
+        return found
 
 
 class MultiheadAttentionSlot(ProjectionsSlot):

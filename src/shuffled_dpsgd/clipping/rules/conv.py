@@ -6,23 +6,23 @@ output channels, C weights per output channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredWeight
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredGradients
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of, unfolded
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
-    DenseGrad,
     OuterGrad,
     RowSumGrad,
 )
 from shuffled_dpsgd.clipping.kernels.plain import widen
+from shuffled_dpsgd.clipping.rules.linear import bias_grads
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -105,8 +105,6 @@ class ConvSlot(Slot):
         none: tuple[int, ...] = (0,) * len(self.stride)
         padding = layer.padding
         self.padding = none if self.pads_first or isinstance(padding, str) else tuple(padding)
-        self.weight_name = self.names.get("weight")
-        self.bias_name = self.names.get("bias")
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -126,23 +124,23 @@ class ConvSlot(Slot):
         weight, bias, anchor = owned["weight"], owned["bias"], recorder_of(self).anchor
         return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, anchor))
 
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
-        assert isinstance(capture, InputAndGradient | StoredWeight)
-        g_BLR = self._by_sample(self.images(capture.g).flatten(2).mT, capture.g).contiguous()
+    def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
+        if isinstance(capture, StoredGradients):
+            return capture.contributions(self.weight_name, self.bias_name)
+        assert isinstance(capture, InputAndGradient)
+        found: list[tuple[str, Contribution]] = []
+        g_BLR = self._rows(capture.g)
         if self.weight_name is not None:
-            if isinstance(capture, StoredWeight):
-                yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
-            elif self.groups > 1:
-                yield self.weight_name, DenseGrad(grads_BS=self._stored(capture))
-            else:
-                x = cast(Tensor, capture.x)
-                patches_BLC = self._by_sample(self._patches(self.images(x)).mT, x)
-                yield (
-                    self.weight_name,
-                    OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route),
-                )
+            x = cast(Tensor, capture.x)
+            patches_BLC = self._by_sample(self._patches(self.images(x)).mT, x)
+            outer = OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route)
+            found.append((self.weight_name, outer))
         if self.bias_name is not None:
-            yield self.bias_name, RowSumGrad(grad_BTP=g_BLR)
+            found.append((self.bias_name, RowSumGrad(grad_BTP=g_BLR)))
+        return found
+
+    def _rows(self, g: Tensor) -> Tensor:
+        return self._by_sample(self.images(g).flatten(2).mT, g).contiguous()
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
         capture = InputAndGradient(tensors[0], g := tensors[1])
@@ -155,7 +153,8 @@ class ConvSlot(Slot):
         capture.route = self.choose(*self.last_shape, self.last_device)
         if self.groups == 1 and capture.route is not cost.NormMethod.INSTANTIATE:
             return capture
-        return StoredWeight(self._stored(capture), g)
+        bias_BS = None if self.bias_name is None else bias_grads(self._rows(g))
+        return StoredGradients(self._stored(capture), bias_BS)
 
     def _patches(self, x: Tensor) -> Tensor:
         """(B, channels·kernel, L): the inputs that meet each output position."""

@@ -62,7 +62,6 @@ class EmbeddingSlot(Slot):
                 remedy="set max_norm=None and scale_grad_by_freq=False",
             )
         self.padding_idx = table.padding_idx
-        self.weight_name = self.names["weight"]
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -108,7 +107,7 @@ class EmbeddingSlot(Slot):
             grad_BTD=g.reshape(B, -1, g.shape[-1]),
             padding_idx=self.padding_idx,
         )
-        return [(self.weight_name, rows)]
+        return [(self.names["weight"], rows)]
 
 
 class ScaledEmbeddingSlot(EmbeddingSlot):

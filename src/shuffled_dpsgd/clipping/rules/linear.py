@@ -28,7 +28,6 @@ from shuffled_dpsgd.clipping.capture.slot import (
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
-    DenseGrad,
     OuterGrad,
     RowSumGrad,
     stored_outer,
@@ -128,7 +127,7 @@ def lowered(parameter: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     return F.pad(lower, (*(0, 0) * (lower.dim() - 1), 0, rows))
 
 
-def _bias_grads(g_BTP: Tensor) -> Tensor:
+def bias_grads(g_BTP: Tensor) -> Tensor:
     return RowSumGrad(grad_BTP=g_BTP).stored(g_BTP.shape[2:])
 
 
@@ -209,8 +208,6 @@ class LinearSlot(Slot):
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
-        self.weight_name = self.names.get("weight")
-        self.bias_name = self.names.get("bias")
         self.keeps_input = self.weight_name is not None
         weight = cast(Tensor, self.parameters["weight"])
         self.outputs = weight.shape[1 if self.transposed else 0]
@@ -251,14 +248,9 @@ class LinearSlot(Slot):
         return g if g.shape[-1] == self.outputs else g[..., : self.outputs]
 
     def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
-        found: list[tuple[str, Contribution]] = []
         if isinstance(capture, StoredGradients):
-            if self.weight_name is not None and capture.weight_BS is not None:
-                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
-                found.append((self.weight_name, stored))
-            if self.bias_name is not None and capture.bias_BS is not None:
-                found.append((self.bias_name, DenseGrad(grads_BS=capture.bias_BS)))
-            return found
+            return capture.contributions(self.weight_name, self.bias_name)
+        found: list[tuple[str, Contribution]] = []
         assert isinstance(capture, InputAndGradient)
         g_BTP = positions(capture.g)
         if self.weight_name is not None:
@@ -273,7 +265,7 @@ class LinearSlot(Slot):
     def _decided(self, x: Tensor | None, g: Tensor) -> Capture:
         """The pair with the way to its norm, chosen once per call; or stored gradients instead."""
         if x is None:
-            return StoredGradients(None, _bias_grads(positions(g)))
+            return StoredGradients(None, bias_grads(positions(g)))
         if g.dim() > 2 and g.device.type == "cpu":
             x, g = without_silence(positions(x), positions(g))
         like = (x.shape[1:], x.dtype, x.device)
@@ -287,9 +279,9 @@ class LinearSlot(Slot):
             return InputAndGradient(x, g, self._route)
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
-        bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)
-        weight_grads, squares_B = stored_outer(left, right)
-        return StoredGradients(weight_grads, bias_grads, squares_B)
+        weight_BS, squares_B = stored_outer(left, right)
+        bias_BS = None if self.bias_name is None else bias_grads(g_BTP)
+        return StoredGradients(weight_BS, bias_BS, squares_B)
 
 
 class Conv1DSlot(LinearSlot):

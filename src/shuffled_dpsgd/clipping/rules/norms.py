@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, enter, recorder_of, size_of
-from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.clipping.kernels import norm_layers, plain
 
 if TYPE_CHECKING:
@@ -26,22 +26,14 @@ if TYPE_CHECKING:
 class NormSlot(Slot):
     """A layer whose trainable parameters are a gain and perhaps an offset."""
 
-    def __init__(self, **site: Any) -> None:
-        super().__init__(**site)
-        self.weight_name = self.names.get("weight")
-        self.bias_name = self.names.get("bias")
-
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> list[tuple[str, Contribution]]:
         if isinstance(capture, UnsummedNorm):
             ((_, sums_LB2D),) = norm_layers.norm_sum_runs(
                 [(capture.x_BTD, capture.g_BTD)], [capture.eps]
             )
             capture = self.captured(0, sums_LB2D[0].unbind(1))
         assert isinstance(capture, StoredGradients)
-        if self.weight_name is not None and capture.weight_BS is not None:
-            yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
-        if self.bias_name is not None and capture.bias_BS is not None:
-            yield self.bias_name, DenseGrad(grads_BS=capture.bias_BS)
+        return capture.contributions(self.weight_name, self.bias_name)
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
         return StoredGradients(tensors[0], tensors[1] if len(tensors) > 1 else None)

@@ -17,7 +17,7 @@ EDGES = {
         "contributions": KERNELS,
         "capture": CONTRIBUTIONS,
         "rules": CAPTURE,
-        "settle": CAPTURE,
+        "finalize": CAPTURE,
         "checks": CAPTURE | {"rules"},
         "reference": set(),
     },

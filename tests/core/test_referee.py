@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.settle import clip_functions
+from shuffled_dpsgd.clipping.finalize import clip_functions
 from shuffled_dpsgd.core.noise import GaussianNoise, Place
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.referee import FIRST_STEPS, MOST_TRIES

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, spread, two_by_two, whole
-from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
+from shuffled_dpsgd.clipping.finalize.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import World, current_world, launched
 from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.unshard import ShardedWeight
@@ -218,7 +218,7 @@ def sums_held() -> dict[str, Any]:
     found: dict[str, Any] = {"most": 0, "settled": 0, "scattered": 0}
     alive: list[tuple[StorageWeakRef, int]] = []
     sharding: Any = private._sharding
-    scatter, settle = sharding.sums.scatter, LayerByLayer._settle_all
+    scatter, settle = sharding.sums.scatter, LayerByLayer._finalize
 
     def scattered(sums: Any) -> Any:
         for tensor in sums.values():
@@ -238,7 +238,7 @@ def sums_held() -> dict[str, Any]:
     sharding.sums.scatter = scattered
     begun = BegunScatters()
     send = mock.patch("shuffled_dpsgd.distributed.world._scatter_sum", begun)
-    with mock.patch.object(LayerByLayer, "_settle_all", settled), send:
+    with mock.patch.object(LayerByLayer, "_finalize", settled), send:
         run(private, case)
     found["overlapping"] = begun.overlapping
     own = sum(total.nbytes for total in private.engine.clipped_sum().values())

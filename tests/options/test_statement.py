@@ -10,7 +10,7 @@ import pytest
 
 from shuffled_dpsgd.cli import privacy_options as flags
 from shuffled_dpsgd.clipping.contributions.cost import STRATEGIES
-from shuffled_dpsgd.clipping.settle.clip_functions import CLIP_FUNCTIONS
+from shuffled_dpsgd.clipping.finalize.clip_functions import CLIP_FUNCTIONS
 from shuffled_dpsgd.core.claim import Adjacency as AccountedAdjacency
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations import PrivacyArguments

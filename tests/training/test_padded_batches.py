@@ -166,7 +166,7 @@ def test_the_loop_resumes_padded_runs_bit_for_bit(tmp_path: Path) -> None:
     whole = started("whole")
     outcome = train(whole, texts(), losses_of, settings=settings("whole"))
     assert outcome.finished
-    assert {"data", "forward and backward", "settle", "noise", "update", "shuffle", "checks",
+    assert {"data", "forward and backward", "finalize", "noise", "update", "shuffle", "checks",
             "checkpoints"} <= set(outcome.seconds)  # fmt: skip
     halves = started("halves")
     trained(halves, pad_batches=True, num_steps=2)

@@ -1,7 +1,7 @@
 """Exact per-sample gradient clipping in one backward pass.
 
 `ClippingEngine` is what training uses; `clipped_sum_reference` computes the same one example at a
-time, slowly and with nothing but autograd. Its words (slot, capture, settle and others)
+time, slowly and with nothing but autograd. Its words (slot, capture, finalize and others)
 are defined in `docs/overview.md`.
 """
 

@@ -26,10 +26,10 @@ from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.finalize import clip_functions
+from shuffled_dpsgd.clipping.finalize.strategies import make_schedule
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
-from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.strategies import make_schedule
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
@@ -122,7 +122,7 @@ class ClippingEngine:
             strategy=strategy,
             sharding=sharding,
         )
-        self._recorder.receive = self._schedule.receive
+        self._recorder.sum_early = self._schedule.sum_early
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._gradients: list[Any] = []
@@ -143,7 +143,7 @@ class ClippingEngine:
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
         # The latest batch whose checks are over.
-        self._settled: CapturedBatch | None = None
+        self._finished: CapturedBatch | None = None
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -178,7 +178,7 @@ class ClippingEngine:
         self._recorder.close_forward()
         if error is None:
             refusals.refuse_stray_gradients(self._parameters, self._gradients)
-            self._settle_check()
+            self._finish_checks()
             self.witness.call = None
         self.witness.stop()
 
@@ -222,7 +222,7 @@ class ClippingEngine:
                 got="losses of an earlier forward, or of none",
                 remedy="call engine.backward after each forward, and reset() before going on",
             )
-        self._settle_check()
+        self._finish_checks()
 
     @property
     def witness(self) -> Witness:
@@ -241,7 +241,7 @@ class ClippingEngine:
     @property
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
-        self._settle_check()
+        self._finish_checks()
         norms = self._schedule.rule.totals.norms
         return torch.cat(norms) if norms else torch.zeros(0)
 
@@ -319,7 +319,7 @@ class ClippingEngine:
             UnsupportedModuleError: modules or parameters were replaced, added or removed.
         """
         self._refuse_half_done()
-        self._settle_check()
+        self._finish_checks()
         self._structure.refuse_change()
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
@@ -352,7 +352,7 @@ class ClippingEngine:
             self._refuse_tracing()
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
-            self._settle_check()
+            self._finish_checks()
             self._reshard()
             self._structure.refuse_change()
             refusals.refuse_batch_statistics(self._batch_norms)
@@ -385,7 +385,7 @@ class ClippingEngine:
     def _is_half_done(self) -> bool:
         """Whether a backward that adds to the sums layer by layer failed half way."""
         latest = self._recorder.latest
-        return latest is not None and not latest.closed and latest.settling.half_done
+        return latest is not None and not latest.closed and latest.pending.half_done
 
     def _refuse_half_done(self) -> None:
         if self._is_half_done():
@@ -399,17 +399,17 @@ class ClippingEngine:
     def _finish(self, batch: CapturedBatch) -> None:
         if batch.size > 0:
             self._checks.check_late(batch)
-            with self.clock.part("settle"):
+            with self.clock.part("finalize"):
                 self._schedule.finish(batch)
             if batch.closed:
                 self._checks.finish(batch, self._schedule.rule.totals.norms[-1])
         refusals.refuse_stray_gradients(self._parameters, self._gradients)
 
-    def _settle_check(self) -> None:
+    def _finish_checks(self) -> None:
         """Finish the checks of the latest batch, before anything of it is handed out."""
         latest = self._recorder.latest
         is_over = latest is None or latest.closed
-        if is_over and latest is self._settled:
+        if is_over and latest is self._finished:
             return
         try:
             self._checks.settle()
@@ -420,7 +420,7 @@ class ClippingEngine:
             raise
         finally:
             if is_over:
-                self._settled = latest
+                self._finished = latest
                 self._reshard()
 
     def _own_referee(self, rate: float) -> Referee:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
+from shuffled_dpsgd.clipping.finalize.shared_parameters import LayerGroup
 from shuffled_dpsgd.runtime import backends
 
 
@@ -22,18 +22,18 @@ class PlanRow:
     modules: tuple[str, ...]
     kind: str
     parameters: tuple[str, ...]
-    route: str
+    backend: str
     shape: tuple[int, int, int] | None
     operations: tuple[int, int] | None
 
     def why(self) -> str:
-        """The reason for the route, in words."""
+        """The reason for the backend, in words."""
         if len(self.modules) > 1:
             return "shared parameters: joint norm with cross terms"
         if self.kind == "generic":
             return "no rule of its own: one copy of its parameters per sample"
         if self.shape is None or self.operations is None:
-            return "not a matrix product" if self.route != "per call" else "decided by each call"
+            return "not a matrix product" if self.backend != "per call" else "decided by each call"
         T, R, C = self.shape
         gram, tiles = self.operations
         return f"T={T}, {R}x{C}: Gram {gram:,}, tiles {tiles:,} operations a sample"
@@ -52,8 +52,8 @@ class Plan(tuple[PlanRow, ...]):
         return ["kernels that ran:", *lines] if lines else []
 
     def _table(self) -> str:
-        header = ("modules", "kind", "route", "why")
-        lines = [header, *((", ".join(r.modules), r.kind, r.route, r.why()) for r in self)]
+        header = ("modules", "kind", "backend", "why")
+        lines = [header, *((", ".join(r.modules), r.kind, r.backend, r.why()) for r in self)]
         widths = [max(len(line[i]) for line in lines) for i in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]])
@@ -78,15 +78,15 @@ def _row(group: LayerGroup, choose: cost.Chooser) -> PlanRow:
         modules=tuple(slot.path or "<root>" for slot in group.slots),
         kind=" + ".join(dict.fromkeys(slot.kind for slot in group.slots)),
         parameters=group.names,
-        route=" + ".join(dict.fromkeys(_route(slot, choose) for slot in group.slots)),
+        backend=" + ".join(dict.fromkeys(_backend(slot, choose) for slot in group.slots)),
         shape=shape,
         operations=operations,
     )
 
 
-def _route(slot: Slot, choose: cost.Chooser) -> str:
-    if slot.fixed_route is not None:
-        return slot.fixed_route
+def _backend(slot: Slot, choose: cost.Chooser) -> str:
+    if slot.fixed_backend is not None:
+        return slot.fixed_backend
     if slot.last_shape is None:
         return "per call"
     return choose(*slot.last_shape, slot.last_device).value

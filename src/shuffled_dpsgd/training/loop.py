@@ -85,9 +85,9 @@ class LoopSettings:
 class Outcome:
     """How a call of `train` ended: the plan finished, or a signal's name.
 
-    `seconds` is the time of each part: data, forward and backward, settle, noise, update, shuffle,
-    checks, ledger, evaluation, checkpoints and other. `steps_lost` counts steps whose releases are
-    spent and whose updates were lost in a crash.
+    `seconds` is the time of each part: data, forward and backward, finalize, noise, update,
+    shuffle, checks, ledger, evaluation, checkpoints and other. `steps_lost` counts steps whose
+    releases are spent and whose updates were lost in a crash.
     """
 
     steps_taken: int

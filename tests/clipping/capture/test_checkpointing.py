@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clipping.compare import assert_exact
+from clipping.compare import assert_exact, run
 from clipping.tiny_models import Inputs, gpt2, llama
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.models import checkpoint_activations
-
-STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 
 
 def losses(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -68,3 +66,29 @@ def test_hugging_face_gradient_checkpointing(build: Callable[[], object]) -> Non
     checkpoint_activations(case.model)
     case.model.train()
     assert_exact(case.model, case.losses, case.inputs)
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
+def test_a_checkpointed_module_may_be_called_twice(strategy: str) -> None:
+    class Twice(nn.Module):
+        checkpoints = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for _ in range(2):
+                again = self.checkpoints
+                x = checkpoint(self.block, x, use_reentrant=True) if again else self.block(x)
+            return x
+
+    torch.manual_seed(4)
+    inputs, model = {"x": torch.randn(3, 5, 4, dtype=torch.float64)}, Twice().double()
+    plain = assert_exact(model, losses, inputs, strategy=strategy)
+    model.checkpoints = True
+    engine = ClippingEngine(model, strategy=strategy)
+    found = run(engine, losses, inputs)
+    torch.testing.assert_close(engine.sample_norms, plain.sample_norms, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, plain.clipped_sum(), rtol=1e-10, atol=1e-12)

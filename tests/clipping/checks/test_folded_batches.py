@@ -369,7 +369,7 @@ def test_mixtures_of_experts(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
     model.set_experts_implementation("batched_mm")
-    # Some route in float32, whatever the model is in.
+    # Some backend in float32, whatever the model is in.
     assert_exact(model, token_losses, token_ids(), 1e-6, clip_norm=0.5)
 
 

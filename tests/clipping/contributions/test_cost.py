@@ -1,4 +1,4 @@
-"""The cost rule: which route it takes for which shape."""
+"""The cost rule: which backend it takes for which shape."""
 
 from __future__ import annotations
 

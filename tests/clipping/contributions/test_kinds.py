@@ -23,7 +23,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Contribution, tuple[int, ...]]] = {
-    "outer": (OuterGrad(left_BTR=drawn(B, T, 3), right_BTC=drawn(B, T, 4), route=NormMethod.GRAM),
+    "outer": (OuterGrad(left_BTR=drawn(B, T, 3), right_BTC=drawn(B, T, 4), backend=NormMethod.GRAM),
               (3, 4)),
     "rows": (RowsGrad(ids_BT=torch.arange(B * T).view(B, T) % 6, grad_BTD=drawn(B, T, 2),
                       padding_idx=1), (6, 2)),

@@ -12,15 +12,15 @@ from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.runtime.backends import Backend
 
 GPU, HALF = torch.device("cuda:0"), torch.bfloat16
-EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Backend)]
+EVERY_BACKEND = [value for value in vars(choices).values() if isinstance(value, Backend)]
 
 
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], str | None]:
-    """All routes serve on a Hopper GPU with Triton, unless a test says otherwise."""
+    """All backends serve on a Hopper GPU with Triton, unless a test says otherwise."""
     reasons: dict[tuple[str, torch.device], str | None] = {}
-    for route in EVERY_ROUTE:
-        reasons[route.name, GPU] = None
+    for backend in EVERY_BACKEND:
+        reasons[backend.name, GPU] = None
     monkeypatch.setattr(backends, "_reasons", reasons)
     monkeypatch.setattr(choices, "triton_available", lambda: True)
     monkeypatch.setattr(choices, "is_hopper", lambda device: True)
@@ -71,5 +71,5 @@ def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert modules() == [None, None]
 
 
-def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 3
+def test_every_backend_has_a_name_of_its_own() -> None:
+    assert len({backend.name for backend in EVERY_BACKEND}) == len(EVERY_BACKEND) == 3

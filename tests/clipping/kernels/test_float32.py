@@ -66,7 +66,7 @@ def test_shortcuts_stay_off_while_any_thread_is_inside() -> None:
 @pytest.mark.usefixtures("shortcuts")
 @pytest.mark.parametrize("clip", ["flat", "per-layer"])
 @pytest.mark.parametrize("strategy", ["bookkeeping", "mixed", "instantiate", "ghost"])
-def test_every_product_of_the_settlement_runs_in_full_float32(
+def test_every_product_at_the_end_runs_in_full_float32(
     clip: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, str]] = []

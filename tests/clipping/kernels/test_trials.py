@@ -83,7 +83,7 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-def test_every_route_serves_on_this_gpu() -> None:
+def test_every_backend_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
     assert choices.may_take(choices.KERNELS, device)
     if choices.is_hopper(device):

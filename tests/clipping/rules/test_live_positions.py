@@ -84,7 +84,7 @@ def test_sums_and_norms_are_the_oracles(at: slice, layer: type[nn.Module], strat
         assert_same_sums(found, oracle(model, losses, inputs, 0.3).clipped_sum, 1e-9)
 
 
-def test_a_classifiers_last_layers_are_settled_at_one_token() -> None:
+def test_a_classifiers_last_layers_are_finalized_at_one_token() -> None:
     case = tiny_models.bert_classifier().to(torch.float64)
     engine = assert_exact(case.model, case.losses, case.inputs, clip_norm=0.3)
     lengths = {

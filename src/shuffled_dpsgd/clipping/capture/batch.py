@@ -36,8 +36,8 @@ class CompiledForward:
         self.recorded: set[CallKey] = set()
 
 
-class Settling:
-    """What a schedule keeps of a batch until it is settled.
+class Pending:
+    """What a schedule keeps of a batch until it is finalized.
 
     `entries` are filed by group. Norm layers wait in `unsummed` for others of their kind; once
     summed they stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
@@ -77,11 +77,11 @@ class CapturedBatch:
         self.has_losses = False
         self.closed = False
         self.compiled = CompiledForward()
-        self.settling = Settling()
+        self.pending = Pending()
 
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
         self.input_B = None
         self.compiled.inputs = None
-        self.settling = Settling()
+        self.pending = Pending()

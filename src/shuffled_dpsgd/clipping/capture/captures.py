@@ -1,6 +1,6 @@
 """What the backward of one call leaves behind, one type for each way a layer is captured.
 
-A capture owns its tensors until the batch is settled.
+A capture owns its tensors until the batch is finalized.
 
 Shapes: B samples, T positions, D the normalised width, S any parameter shape.
 """
@@ -25,14 +25,14 @@ class Capture:
 class InputAndGradient(Capture):
     """A call's input and the gradient of its output: linear maps, convolutions and tables.
 
-    A linear map whose weight is frozen does without the input. `route` is how the norm of the
+    A linear map whose weight is frozen does without the input. `backend` is how the norm of the
     weight's gradient is found: by Gram matrices unless the cost rule has been asked and says else.
     `part` is the number of the map in a layer of several.
     """
 
     x: Tensor | None
     g: Tensor
-    route: NormMethod = NormMethod.GRAM
+    backend: NormMethod = NormMethod.GRAM
     part: int = 0
 
 

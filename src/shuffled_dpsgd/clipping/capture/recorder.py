@@ -1,7 +1,7 @@
 """Book-keeping during a backward: who records, when the backward is over, what must not happen.
 
 The recorder is what slots see of the engine. It opens a `CapturedBatch` when the model is called,
-passes on the entries of that batch as its backward runs, and asks autograd to call back at the end.
+files the entries of that batch as its backward runs, and asks autograd to call back at the end.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
-from shuffled_dpsgd.clipping.capture.captures import Capture
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Pending
+from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-Receive = Callable[[CapturedBatch, Slot, Capture], None]
+# Norm layers wait for each other until their inputs and gradients take this many bytes.
+_MOST_WAITING = 1 << 29
 
 
 class CaptureRecorder:
-    """Passes captures on under the batch whose backward runs.
+    """Files captures under the batch whose backward runs.
 
-    `receive(batch, slot, capture)` is called for every recorded call, and `finish(batch)` once
+    `sum_early(pending)` is asked when norm layers hold much memory, and `finish(batch)` called once
     after the outermost backward. `batch` is the batch of the forward that is running, or None.
     `latest` is the batch of the last forward. `anchor` is a number that every recorded call takes
     as an input: it has the call differentiated where nothing before it is trained.
     """
 
     def __init__(self, finish: Callable[[CapturedBatch], None]) -> None:
-        self.receive: Receive
+        self.sum_early: Callable[[Pending], None]
         self.finish = finish
         self.batch: CapturedBatch | None = None
         self.latest: CapturedBatch | None = None
@@ -103,9 +104,21 @@ class CaptureRecorder:
             return
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
-                self.receive(batch, slot, capture())
+                self._file(batch, slot, capture())
         else:
-            self.receive(batch, slot, capture())
+            self._file(batch, slot, capture())
+
+    def _file(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        """Keep a call for the end; a norm layer's only one, all its own, for one launch of many."""
+        kept = batch.pending
+        is_alone = not slot.sharing.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
+        if type(capture) is UnsummedNorm and is_alone:
+            kept.unsummed.append(Entry(slot, capture))
+            kept.unsummed_bytes += capture.x_BTD.nbytes + capture.g_BTD.nbytes
+            if kept.unsummed_bytes > _MOST_WAITING:
+                self.sum_early(kept)
+        else:
+            kept.entries[slot.sharing.group].append(Entry(slot, capture))
 
     def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.

@@ -86,7 +86,7 @@ class Slot:
     takes_children = True
     batch_axis = 0
     # How norms are found where the cost rule is not asked.
-    fixed_route: str | None = "stored"
+    fixed_backend: str | None = "stored"
     # Whether it can tell the samples of a folded input apart; see `folded`.
     may_fold = False
     # Whether its rule may run the whole module more often than the model's forward does.

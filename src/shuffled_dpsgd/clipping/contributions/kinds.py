@@ -10,7 +10,7 @@ A *contribution* describes every sample's gradient of one parameter without stor
 - `RowSumGrad`     a sum over positions, for biases
 - `DenseGrad`      the per-sample gradients themselves, for norms and the generic rule
 
-All of them know their squared norms and their stored form. `settle/many_layers.py` adds them up.
+All of them know their squared norms and their stored form. `finalize/many_layers.py` adds them up.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
 class OuterGrad:
     """Gradient left_b^T right_b of a (R, C) weight; a linear map's left is the output gradient.
 
-    `route` is how the squared norm is found. Nothing is stored here, so anything but Gram matrices
-    means tiles.
+    `backend` is how the squared norm is found: nothing is stored here, so all but Gram means tiles.
     """
 
     left_BTR: Tensor
     right_BTC: Tensor
-    route: NormMethod
+    backend: NormMethod
 
     def sq_norms(self) -> Tensor:
-        is_gram = self.route is NormMethod.GRAM
+        is_gram = self.backend is NormMethod.GRAM
         norms = linear_maps.gram_sq_norms if is_gram else linear_maps.tile_sq_norms
         return norms(self.right_BTC, self.left_BTR, False)
 

@@ -73,8 +73,8 @@ def _merge_outers(parts: Sequence[Contribution], choose: cost.Chooser) -> list[C
     right_BTC = torch.cat([part.right_BTC for part in outers], 1)
     # Together they have more positions than each was decided for.
     _, T, R = left_BTR.shape
-    route = choose(T, R, right_BTC.shape[2], left_BTR.device.type)
-    return [OuterGrad(left_BTR=left_BTR, right_BTC=right_BTC, route=route)]
+    backend = choose(T, R, right_BTC.shape[2], left_BTR.device.type)
+    return [OuterGrad(left_BTR=left_BTR, right_BTC=right_BTC, backend=backend)]
 
 
 def _merge_rows(parts: Sequence[Contribution]) -> list[Contribution]:

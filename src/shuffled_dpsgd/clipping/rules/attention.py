@@ -69,7 +69,7 @@ class ProjectionFunction(torch.autograd.Function):
 class ProjectionsSlot(Slot):
     """A layer of several linear maps, numbered as `part`, each with its weight and its bias."""
 
-    fixed_route = None
+    fixed_backend = None
 
     @abstractmethod
     def names_of(self, part: int) -> tuple[str, str]:
@@ -86,9 +86,9 @@ class ProjectionsSlot(Slot):
         device = g_BTP.device.type
         if part != OUT:
             self.last_shape, self.last_device = shape, device
-        route = self.choose(*shape, device)
-        if route is not cost.NormMethod.INSTANTIATE:
-            return InputAndGradient(x_BTE, g, route, part)
+        backend = self.choose(*shape, device)
+        if backend is not cost.NormMethod.INSTANTIATE:
+            return InputAndGradient(x_BTE, g, backend, part)
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
         return StoredGradients(grads_BPE, bias_grads(g_BTP), squares_B, part)
 
@@ -100,7 +100,7 @@ class ProjectionsSlot(Slot):
         found: list[tuple[str, Contribution]] = []
         g_BTP, x_BTE = self._padded(capture.part, capture.g), cast(Tensor, capture.x)
         if weight is not None:
-            outer = OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE, route=capture.route)
+            outer = OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE, backend=capture.backend)
             found.append((weight, outer))
         if bias is not None:
             found.append((bias, RowSumGrad(grad_BTP=g_BTP)))

@@ -90,7 +90,7 @@ class ConvSlot(Slot):
     """`nn.Conv1d` and `nn.Conv2d`, any stride, padding, dilation and number of groups."""
 
     kind = "convolution"
-    fixed_route = None
+    fixed_backend = None
     may_fold = True
 
     def __init__(self, **site: Any) -> None:
@@ -133,7 +133,7 @@ class ConvSlot(Slot):
         if self.weight_name is not None:
             x = cast(Tensor, capture.x)
             patches_BLC = self._by_sample(self._patches(self.images(x)).mT, x)
-            outer = OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route)
+            outer = OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, backend=capture.backend)
             found.append((self.weight_name, outer))
         if self.bias_name is not None:
             found.append((self.bias_name, RowSumGrad(grad_BTP=g_BLR)))
@@ -150,8 +150,8 @@ class ConvSlot(Slot):
         positions = g[0].numel() // weight.shape[0]
         self.last_shape = (positions, weight.shape[0], weight[0].numel())
         self.last_device = g.device.type
-        capture.route = self.choose(*self.last_shape, self.last_device)
-        if self.groups == 1 and capture.route is not cost.NormMethod.INSTANTIATE:
+        capture.backend = self.choose(*self.last_shape, self.last_device)
+        if self.groups == 1 and capture.backend is not cost.NormMethod.INSTANTIATE:
             return capture
         bias_BS = None if self.bias_name is None else bias_grads(self._rows(g))
         return StoredGradients(self._stored(capture), bias_BS)

@@ -49,7 +49,7 @@ class EmbeddingSlot(Slot):
 
     kind = "embedding"
     may_fold = True
-    fixed_route = "gram"
+    fixed_backend = "gram"
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

@@ -202,7 +202,7 @@ class LinearSlot(Slot):
     kind = "linear"
     may_fold = True
     transposed = False
-    fixed_route = None
+    fixed_backend = None
     # Under autocast, whether the backward casts the weight once more instead of keeping the copy.
     lowers_again = False
 
@@ -216,8 +216,8 @@ class LinearSlot(Slot):
         self.padded_outputs = self.outputs
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
-        # The route of the latest call, and of which inputs it holds.
-        self._route = cost.NormMethod.GRAM
+        # The backend of the latest call, and of which inputs it holds.
+        self._backend = cost.NormMethod.GRAM
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class LinearSlot(Slot):
         if self.weight_name is not None:
             x_BTD = positions(cast(Tensor, capture.x))
             left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
-            outer = OuterGrad(left_BTR=left, right_BTC=right, route=capture.route)
+            outer = OuterGrad(left_BTR=left, right_BTC=right, backend=capture.backend)
             found.append((self.weight_name, outer))
         if self.bias_name is not None:
             found.append((self.bias_name, RowSumGrad(grad_BTP=g_BTP)))
@@ -274,9 +274,9 @@ class LinearSlot(Slot):
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = x.device.type
-            self._route = self.choose(*self.last_shape, self.last_device)
-        if self._route is not cost.NormMethod.INSTANTIATE:
-            return InputAndGradient(x, g, self._route)
+            self._backend = self.choose(*self.last_shape, self.last_device)
+        if self._backend is not cost.NormMethod.INSTANTIATE:
+            return InputAndGradient(x, g, self._backend)
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
         weight_BS, squares_B = stored_outer(left, right)

@@ -1,4 +1,4 @@
-"""From the engine's options to how a batch is settled: the clipping rule, and its schedule."""
+"""From the engine's options to how a batch is finalized: the clipping rule, and its schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
-from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, SettleSchedule, WholeGradient
-from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
-from shuffled_dpsgd.clipping.settle.totals import Totals
+from shuffled_dpsgd.clipping.finalize import clip_functions
+from shuffled_dpsgd.clipping.finalize.layer_by_layer import LayerByLayer
+from shuffled_dpsgd.clipping.finalize.schedules import ClippingRule, FinalizeSchedule, WholeGradient
+from shuffled_dpsgd.clipping.finalize.shared_parameters import group_slots
+from shuffled_dpsgd.clipping.finalize.totals import Totals
 from shuffled_dpsgd.runtime.shards import Sharding
 
 
@@ -27,7 +27,7 @@ def make_schedule(
     clip_norm: float,
     strategy: str,
     sharding: Sharding | None,
-) -> SettleSchedule:
+) -> FinalizeSchedule:
     """All layers at once; layer by layer on several ranks, or with a factor for each layer.
 
     `shapes` are those of whole parameters, `owned` what of them this rank has.

@@ -1,4 +1,4 @@
-"""Settling layer by layer: for per-layer clipping, and for weights spread over several ranks.
+"""Finalizing layer by layer: for per-layer clipping, and for weights spread over several ranks.
 
 Norms need nobody else, because a sample lives on one rank. Once the factors are known, the sums of
 a few layers are formed, reduce-scattered while those of the next are formed, and added to the rows
@@ -7,29 +7,26 @@ that this rank owns. All ranks go through all layers in the same order, whatever
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+from shuffled_dpsgd.clipping.finalize.many_layers import ManyLayers
+from shuffled_dpsgd.clipping.finalize.schedules import ClippingRule, FinalizeSchedule, summed_norms
+from shuffled_dpsgd.clipping.finalize.shared_parameters import LayerGroup
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, SettleSchedule, summed_norms
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
 Scatter = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
 
 
-class LayerByLayer(SettleSchedule):
+class LayerByLayer(FinalizeSchedule):
     """One factor per sample and bucket, at the backward's end; `scatter` begins to send sums.
 
     Without per-layer clipping all buckets have the same factors. No bucket is larger than the
     largest layer.
     """
-
-    most_waiting = math.inf
 
     def __init__(self, rule: ClippingRule, scatter: Scatter) -> None:
         super().__init__(rule)
@@ -37,17 +34,17 @@ class LayerByLayer(SettleSchedule):
         self._buckets: list[list[LayerGroup]] = []
 
     @full_float32()
-    def _settle_all(self, batch: CapturedBatch) -> Tensor:
+    def _finalize(self, batch: CapturedBatch) -> Tensor:
         rule, totals = self.rule, self.rule.totals.sums
         self._buckets = self._buckets or list(buckets(rule, totals))
         layers = [self._layers(bucket, batch) for bucket in self._buckets]
-        squares = [settled.squares() for settled in layers]
+        squares = [layer.squares() for layer in layers]
         norms_B = rule.norms([part_B for parts in squares for part_B in parts], batch)
         whole_B = None if rule.per_group else rule.factors(norms_B, batch)
         # Parts of this batch are in the sums from now on, until all of them are.
-        batch.settling.half_done = True
+        batch.pending.half_done = True
         arriving: Callable[[], dict[str, Tensor]] = dict
-        for bucket, settled, parts in zip(self._buckets, layers, squares, strict=True):
+        for bucket, layer, parts in zip(self._buckets, layers, squares, strict=True):
             sums = {
                 name: torch.empty(shape, dtype=totals[name].dtype, device=norms_B.device)
                 for group in bucket
@@ -57,14 +54,14 @@ class LayerByLayer(SettleSchedule):
             if factors_B is None:
                 own_B = rule.norms(parts, batch) if parts else torch.zeros_like(norms_B)
                 factors_B = rule.factors(own_B, batch)
-            settled.add_sums(factors_B, sums, new=True)
+            layer.add_sums(factors_B, sums, new=True)
             before, arriving = arriving, self._scatter(sums)
             _add_to(totals, before())
         _add_to(totals, arriving())
         return norms_B
 
     def _layers(self, bucket: Sequence[LayerGroup], batch: CapturedBatch) -> ManyLayers:
-        kept = batch.settling
+        kept = batch.pending
         indices = {group.index for group in bucket}
         filed = [(group, kept.entries.get(group.index, [])) for group in bucket]
         waiting = [entry for entry in kept.unsummed if entry.slot.sharing.group in indices]

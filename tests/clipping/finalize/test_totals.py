@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.settle import totals
-from shuffled_dpsgd.clipping.settle.totals import Totals
+from shuffled_dpsgd.clipping.finalize import totals
+from shuffled_dpsgd.clipping.finalize.totals import Totals
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -56,7 +56,7 @@ def test_steps_with_sums_in_one_buffer_give_the_same_sums(
         return found
 
     expected = steps()
-    monkeypatch.setattr("shuffled_dpsgd.clipping.settle.totals.lie_apart", lambda device: False)
+    monkeypatch.setattr("shuffled_dpsgd.clipping.finalize.totals.lie_apart", lambda device: False)
     for one, other in zip(steps(), expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 

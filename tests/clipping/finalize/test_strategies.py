@@ -76,22 +76,22 @@ def test_loss_scale_is_divided_out_again() -> None:
     assert_same_sums(engine.clipped_sum(), plain, 1e-10)
 
 
-def test_plan_names_a_route_for_every_parameter_and_follows_the_length() -> None:
+def test_plan_names_a_backend_for_every_parameter_and_follows_the_length() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     engine = ClippingEngine(model, strategy="mixed")
 
     def losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         return model(inputs["x"]).square().sum((1, 2))
 
-    routes = []
+    backends = []
     for length in (4, 16):
         run(engine, losses, {"x": torch.randn(2, length, 8)})
         plan = engine.plan()
         assert {name for row in plan for name in row.parameters} == set(
             dict(model.named_parameters())
         )
-        routes.append(plan[0].route)
-    assert routes == ["gram", "instantiate"]
+        backends.append(plan[0].backend)
+    assert backends == ["gram", "instantiate"]
     assert "instantiate" in str(engine.plan())
 
 
@@ -105,7 +105,7 @@ def test_bad_options_are_refused_by_name(argument: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("clip", ["flat", "per-layer"])
-def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[object, ...]] = []
 
     def choose(*shape: object) -> cost.NormMethod:

@@ -1,7 +1,7 @@
 """When norms and sums are computed: for all layers at once, or layer by layer.
 
-A schedule receives every entry of a batch while its backward runs, and turns them into running
-totals when it ends. Both schedules compute the same sums.
+A schedule turns the entries of a batch into running totals when its backward ends. Both compute the
+same sums.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
-from shuffled_dpsgd.clipping.capture.captures import Capture, UnsummedNorm
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Pending
+from shuffled_dpsgd.clipping.capture.captures import UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.finalize.clip_functions import ClipFunction
+from shuffled_dpsgd.clipping.finalize.many_layers import ManyLayers
+from shuffled_dpsgd.clipping.finalize.shared_parameters import LayerGroup
+from shuffled_dpsgd.clipping.finalize.totals import Totals
 from shuffled_dpsgd.clipping.kernels import norm_layers
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
-from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
-from shuffled_dpsgd.clipping.settle.totals import Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,44 +63,36 @@ class ClippingRule:
         return factors_B if batch.scale == 1.0 else factors_B.mul_(batch.scale)
 
 
-class SettleSchedule(ABC):
+class FinalizeSchedule(ABC):
     """Turns a batch's entries into totals, by its `rule`."""
-
-    # Norm layers wait for each other until their inputs and gradients take this much memory.
-    most_waiting: ClassVar[float] = 1 << 29
 
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
-        """Take one call of a slot, during the backward."""
-        if type(capture) is UnsummedNorm and waits_for_others(batch, slot):
-            kept = batch.settling
-            kept.unsummed.append(Entry(slot, capture))
-            kept.unsummed_bytes += capture.x_BTD.nbytes + capture.g_BTD.nbytes
-            if kept.unsummed_bytes > self.most_waiting:
-                kept.norm_runs += summed_norms(kept.unsummed)
-                kept.unsummed, kept.unsummed_bytes = [], 0
-            return
-        batch.settling.entries[slot.sharing.group].append(Entry(slot, capture))
+    def sum_early(self, pending: Pending) -> None:  # noqa: B027
+        """Sum norm layers that wait for others, and hold much memory by now, where that may be."""
 
     def finish(self, batch: CapturedBatch) -> None:
         """Finalize the batch, after its backward."""
-        norms_B = self._settle_all(batch)
+        norms_B = self._finalize(batch)
         self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @abstractmethod
-    def _settle_all(self, batch: CapturedBatch) -> Tensor:
+    def _finalize(self, batch: CapturedBatch) -> Tensor:
         """Add the batch's clipped gradients to the totals; returns the samples' norms."""
 
 
-class WholeGradient(SettleSchedule):
+class WholeGradient(FinalizeSchedule):
     """One factor per sample, from the norm over all groups."""
 
+    def sum_early(self, pending: Pending) -> None:
+        pending.norm_runs += summed_norms(pending.unsummed)
+        pending.unsummed, pending.unsummed_bytes = [], 0
+
     @full_float32()
-    def _settle_all(self, batch: CapturedBatch) -> Tensor:
-        rule, kept = self.rule, batch.settling
+    def _finalize(self, batch: CapturedBatch) -> Tensor:
+        rule, kept = self.rule, batch.pending
         filed = [(rule.groups[index], entries) for index, entries in kept.entries.items()]
         layers = ManyLayers(
             filed, lambda: [*kept.norm_runs, *summed_norms(kept.unsummed)], rule.choose
@@ -109,11 +101,6 @@ class WholeGradient(SettleSchedule):
             norms_B = rule.norms(layers.squares(), batch)
             layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
-
-
-def waits_for_others(batch: CapturedBatch, slot: Slot) -> bool:
-    """Whether a norm layer's sums may be made together with others': its only call, all its own."""
-    return not slot.sharing.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
 
 
 def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:

@@ -12,7 +12,7 @@ from clipping.compare import assert_exact, assert_same_sums, oracle, total_norm
 from clipping.tiny_models import Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.settle import many_layers
+from shuffled_dpsgd.clipping.finalize import many_layers
 
 STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 

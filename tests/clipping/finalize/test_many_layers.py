@@ -1,4 +1,4 @@
-"""Layers that are settled together have the norms and sums they have one by one."""
+"""Layers that are finalized together have the norms and sums they have one by one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.contributions import cost
 
 
-@pytest.mark.parametrize("route", [cost.NormMethod.GRAM, cost.NormMethod.TILES])
-def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
-    route: cost.NormMethod, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", [cost.NormMethod.GRAM, cost.NormMethod.TILES])
+def test_layers_finalized_together_by_either_backend_agree_with_stored_gradients(
+    backend: cost.NormMethod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 4)]
@@ -26,7 +26,7 @@ def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
         return engine.sample_norms, engine.clipped_sum()
 
     expected_norms, expected = clipped("instantiate")
-    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda *_: route)
+    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda *_: backend)
     norms, sums = clipped("bookkeeping")
     torch.testing.assert_close(norms, expected_norms)
     for name, total in sums.items():

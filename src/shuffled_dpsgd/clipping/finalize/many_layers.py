@@ -1,4 +1,4 @@
-"""Norms and sums of many layers at once, when a whole backward is there to be settled.
+"""Norms and sums of many layers at once, when a whole backward is there to be finalized.
 
 A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
 Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
@@ -28,8 +28,8 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowsGrad,
     RowSumGrad,
 )
+from shuffled_dpsgd.clipping.finalize.shared_parameters import LayerGroup, Named
 from shuffled_dpsgd.clipping.kernels import linear_maps, plain
-from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
@@ -54,10 +54,10 @@ class LinearLayer:
 
 
 class LinearLayers:
-    """Linear layers whose norms are found by one route; those of one shape share every launch."""
+    """Linear layers whose norms are found by one backend; those of one shape share every launch."""
 
-    def __init__(self, route: cost.NormMethod, layers: Sequence[LinearLayer]) -> None:
-        self._norms = _LINEAR_NORMS[route]
+    def __init__(self, backend: cost.NormMethod, layers: Sequence[LinearLayer]) -> None:
+        self._norms = _LINEAR_NORMS[backend]
         self._layers = layers
         self._pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
 
@@ -79,7 +79,7 @@ class LinearLayers:
 
 
 class ManyLayers:
-    """The entries of one backward, sorted by how they are settled.
+    """The entries of one backward, sorted by how they are finalized.
 
     `filed` pairs each group of layers with its entries. `norm_runs` finds the sums of norm layers
     of one shape, which are computed together.
@@ -106,7 +106,7 @@ class ManyLayers:
         linear: dict[cost.NormMethod, list[LinearLayer]] = {}
         for group, entries in filed:
             self._sort(group, entries, linear)
-        self._linear = [LinearLayers(route, layers) for route, layers in linear.items()]
+        self._linear = [LinearLayers(backend, layers) for backend, layers in linear.items()]
 
     def _sort(
         self,
@@ -124,9 +124,9 @@ class ManyLayers:
         if (
             isinstance(outer, OuterGrad)
             and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
-            and outer.route in _LINEAR_NORMS
+            and outer.backend in _LINEAR_NORMS
         ):
-            linear.setdefault(outer.route, []).append(_linear_layer(parts))
+            linear.setdefault(outer.backend, []).append(_linear_layer(parts))
             self._linear_names.update(name for name, _ in parts)
         elif all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]

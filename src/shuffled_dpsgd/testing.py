@@ -8,12 +8,13 @@ exactly; a run goes on checking. Nothing is released, and the model given is lef
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shuffled_dpsgd.clipping import ClippingEngine, ReferenceSum, clipped_sum_reference
@@ -74,14 +75,14 @@ def check_model(model: nn.Module, batch: Batch, losses: Losses | None = None) ->
         _compare(_run(twin, parts, found, clip_norm), wanted, how)
     for i, one in enumerate(singles):
         alone = _run(twin, [one], found, clip_norm)
-        if _norm(alone.clipped_sum.values()) > clip_norm * (1.0 + TOLERANCE):
+        if float(get_total_norm(alone.clipped_sum.values())) > clip_norm * (1.0 + TOLERANCE):
             raise RefereeError(f"sample {i} contributes more than the clip norm {clip_norm:.4g}")
     left = [path for path, module in twin.named_modules() if "forward" in vars(module)]
     if left:
         raise RefereeError(f"{left[0]}: the engine left its forward there", name=left[0])
     _run(twin.train(), [given], found, clip_norm)  # What only training shows is refused here.
     sums, plan = wanted.clipped_sum, ClippingEngine(twin, clip_norm=clip_norm).plan()
-    least = EXERCISED * _norm(sums.values())
+    least = EXERCISED * float(get_total_norm(sums.values()))
     rules = {name: row.kind for row in plan for name in row.parameters}
     unchecked = tuple(name for name in rules if float(sums[name].norm()) <= least)
     checked = {name: kind for name, kind in rules.items() if name not in unchecked}
@@ -130,7 +131,7 @@ def _compare(got: ReferenceSum, wanted: ReferenceSum, how: str) -> None:
             f"sample {worst}, {how}: expected a norm of {float(wanted.sample_norms[worst]):.9g} "
             f"by plain autograd, got {float(got.sample_norms[worst]):.9g}"
         )
-    whole = _norm(wanted.clipped_sum.values())
+    whole = float(get_total_norm(wanted.clipped_sum.values()))
     for name, expected in wanted.clipped_sum.items():
         off = float((got.clipped_sum[name] - expected).norm())
         if not off <= TOLERANCE * max(float(expected.norm()), 1e-4 * whole):
@@ -181,8 +182,3 @@ def _without_zeros(model: nn.Module) -> nn.Module:
             if value.is_floating_point() and not bool(value.any()):
                 value.copy_(0.1 * torch.randn(value.shape, generator=draw))
     return model
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    squares = [tensor.square().sum() for tensor in tensors]
-    return float(torch.stack(squares).sum().sqrt())

@@ -162,48 +162,39 @@ def nist_checklist(card: PrivacyCard) -> str:
     untried = [line for line in card.use_assumptions if line not in (*USE_ASSUMPTIONS, ONE_UNIT)]
     compared = bool(card.checks.sums) and not card.checks.not_made and not untried
     watched = "; ".join((*card.check_lines, *untried)) or "nothing was"
-    rows: tuple[tuple[str, tuple[tuple[bool, str, str], ...]], ...] = (
-        (
-            "Top: the guarantee",
-            (
-                (True, "privacy parameters", f"{claim.describe()}, {CERTIFIED_METHOD_NOTE}"),
-                (whole_delta, "δ below one over the number of records", f"δ = {claim.delta:.3g}"),
-                (True, "neighbouring data sets", _adjacency(card)),
-                (False, "unit of privacy is a person", f"the unit is {_unit(card)}"),
-                (False, "other releases of the same data", NO_OTHER_RELEASE),
-            ),
-        ),
-        (
-            "Middle: algorithms, correctness, side channels",
-            (
-                (True, "mechanism", "; ".join((card.sampler, *card.mechanism))),
-                (compared, "correctness watched", watched),
-                (card.plan["secure"], "randomness", card.randomness),
-                (False, "side channels and floating point", FLOATING_POINT),
-                (False, "settings chosen without the data", SEARCH),
-                (False, "utility and bias", "score groups of people one by one, before publishing"),
-            ),
-        ),
-        (
-            "Bottom: deployment",
-            (
-                (True, "query model", "not interactive: the weights are published once"),
-                (False, "threat and trust model", f"central; {card.threat_model}"),
-                (False, "what else must not be published", f"{METRICS}; {HELD_OUT}"),
-                (False, "data security and access control", "who could read the records"),
-                (False, "data collection", "how the records were collected and how long they stay"),
-            ),
-        ),
-    )
-    head = (
-        f"# Checklist after NIST SP 800-226: {_title(card)}\n\n"
-        f"`[x]` the run answers it, from its privacy card; `[ ]` for whoever publishes the model.\n"
-    )
+    one = "unit" if card.of_units else "record"
+    rows: dict[str, list[tuple[bool, str, str]]] = {
+        "Top: the guarantee": [
+            (True, "privacy parameters", f"{claim.describe()}, {CERTIFIED_METHOD_NOTE}"),
+            (whole_delta, f"δ below one over the number of {one}s", f"δ = {claim.delta:.3g}"),
+            (True, "neighbouring data sets", _adjacency(card)),
+            (False, "unit of privacy is a person", f"the unit is {_unit(card)}"),
+            (False, "other releases of the same data", NO_OTHER_RELEASE),
+        ],
+        "Middle: algorithms, correctness, side channels": [
+            (True, "mechanism", "; ".join((card.sampler, *card.mechanism))),
+            (compared, "correctness watched", watched),
+            (card.plan["secure"], "randomness", card.randomness),
+            (False, "side channels and floating point", FLOATING_POINT),
+            (False, "settings chosen without the data", SEARCH),
+            (False, "utility and bias", "score groups of people one by one, before publishing"),
+        ],
+        "Bottom: deployment": [
+            (True, "query model", "not interactive: the weights are published once"),
+            (False, "threat and trust model", f"central; {card.threat_model}"),
+            (False, "what else must not be published", f"{METRICS}; {HELD_OUT}"),
+            (False, "data security and access control", "who could read the records"),
+            (False, "data collection", "how the records were collected and how long they stay"),
+        ],
+    }
     parts = [
         f"\n## {name}\n\n" + "".join(f"- [{' x'[done]}] **{q}**: {a}\n" for done, q, a in of)
-        for name, of in rows
+        for name, of in rows.items()
     ]
-    return head + "".join(parts)
+    return (
+        f"# Checklist after NIST SP 800-226: {_title(card)}\n\n`[x]` the run answers it, from its "
+        f"privacy card; `[ ]` for whoever publishes the model.\n{''.join(parts)}"
+    )
 
 
 def model_card(card: PrivacyCard) -> str:

@@ -62,18 +62,29 @@ def test_drawn_attackers_stay_within_the_bounds_and_come_close() -> None:
         assert measured == pytest.approx(rate, rel=0.12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("records", [2, 4])
-def test_people_with_several_records_against_dp_accounting(records: int) -> None:
-    run = SampledGaussian(noise_multiplier=1.2, sampling_prob=0.015, num_steps=200)
-    theirs = privacy_loss_distribution.from_mixture_gaussian_mechanism(
-        1.2,
-        sensitivities=np.arange(records + 1.0),
-        sampling_probs=binom.pmf(np.arange(records + 1), records, 0.015),
-        value_discretization_interval=2e-4,
+OWNERS = [
+    pytest.param(
+        records, noise, rate, steps, marks=[] if records <= 2 <= noise else pytest.mark.slow
     )
-    expected = theirs.self_compose(200).get_epsilon_for_delta(1e-6)
-    assert price(run, 1e-6, 1e-4, records) == pytest.approx(expected, rel=1e-3)
+    for records in (1, 2, 3, 4, 8)
+    for noise, rate, steps in ((1.2, 0.015, 200), (0.8, 0.1, 10), (3.0, 0.3, 50), (2.0, 0.05, 30))
+]
+
+
+@pytest.mark.parametrize(("records", "noise", "rate", "steps"), OWNERS)
+def test_owners_of_several_records_against_dp_accounting(
+    records: int, noise: float, rate: float, steps: int
+) -> None:
+    """One record is a unit that is drawn as such."""
+    run = SampledGaussian(noise_multiplier=noise, sampling_prob=rate, num_steps=steps)
+    theirs = privacy_loss_distribution.from_mixture_gaussian_mechanism(
+        noise,
+        sensitivities=np.arange(records + 1.0),
+        sampling_probs=binom.pmf(np.arange(records + 1), records, rate),
+        value_discretization_interval=2e-4 if steps > 100 else 1e-3,
+    )
+    expected = theirs.self_compose(steps).get_epsilon_for_delta(1e-6)
+    assert price(run, 1e-6, 1e-4, records) == pytest.approx(expected, rel=2e-3)
 
 
 def test_sst2_at_one_costs_a_person_with_eight_records_ten() -> None:

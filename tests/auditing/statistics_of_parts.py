@@ -17,9 +17,8 @@ from shuffled_dpsgd.auditing.checks import Check, CheckReport
 from shuffled_dpsgd.auditing.model_attacks import noise_attack, noise_attacks, random_direction
 from shuffled_dpsgd.auditing.probes import Prober, probe
 from shuffled_dpsgd.auditing.run import certified_step
-from shuffled_dpsgd.auditing.step import ESTIMATORS
 from shuffled_dpsgd.auditing.taps import trainable
-from shuffled_dpsgd.auditing.verdict import AuditReport, report_on
+from shuffled_dpsgd.auditing.verdict import ESTIMATORS, AuditReport, report_on
 from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.training.private import PrivateTraining
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from shuffled_dpsgd.auditing.alignment import realign
-from shuffled_dpsgd.auditing.axis import match_rows
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
+from shuffled_dpsgd_experiments.audits.axis import match_rows
 
 PRESETS = {"vit-digits": 10, "bert-tiny": 3, "gpt2-tiny": None}
 

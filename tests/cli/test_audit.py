@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shuffled_dpsgd.auditing import step as step_module
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
 from shuffled_dpsgd.cli import audit as verbs
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd_experiments.audits import step as step_module
 
 STEP = ["--dimension", "85800000", "--sigma", "0.274", "--claim", "0.198"]
 QUICK = [*STEP, "--observations", "600", "--axis-size", "256"]

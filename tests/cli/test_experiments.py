@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shuffled_dpsgd.cli import experiments, main
+from shuffled_dpsgd.cli import audit, experiments, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,9 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typ
     with monkeypatch.context() as patch:
         patch.setattr(experiments, "ROOT", tmp_path)
         patch.setitem(sys.modules, experiments.NAME, None)
+        importlib.reload(audit)
         yield importlib.reload(main).app
+    importlib.reload(audit)
     importlib.reload(main)
 
 
@@ -39,6 +41,8 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typ
         ["sweep", "sweeps/digits.toml", "--table"],
         ["examine", "--epsilon", "1", "--delta", "1e-5"],
         ["audit", "blackbox"],
+        ["audit", "step", "--dimension", "10", "--sigma", "1"],
+        ["audit", "composition", "--sigma", "1"],
         ["train", "--preset", "paper/bert-sst2", "--epsilon", "1", "--dry-run"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),

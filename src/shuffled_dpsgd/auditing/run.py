@@ -21,10 +21,16 @@ from shuffled_dpsgd.auditing.input_canaries import plant
 from shuffled_dpsgd.auditing.model_attacks import record_attack, step_attacks
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import reach_of
-from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_note
 from shuffled_dpsgd.auditing.taps import OnProgress, refuse_shared_steps, train, trainable
 from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting, count_in_budget
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Membership, report_on
+from shuffled_dpsgd.auditing.verdict import (
+    ESTIMATORS,
+    Attack,
+    AuditReport,
+    Membership,
+    composition_note,
+    report_on,
+)
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.planning import plan_json

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics
 from shuffled_dpsgd.auditing.estimators.curves import Area, RateAt, tpr_at_fpr
+from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Inclusion, ScorePair
 from shuffled_dpsgd.auditing.reach import Reach
 from shuffled_dpsgd.core.claim import PrivacyClaim
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 
 LOW_RATES = (0.01, 0.001)
+GAUSSIAN = OrderStatistics(family="gaussian")
+ESTIMATORS = (ClopperPearson(), OrderStatistics(), GAUSSIAN)
+"""What reads scores of one step."""
 
 
 class ThreatModel(enum.Enum):
@@ -274,3 +279,25 @@ def check_fields(setting: object, *positive: str, **least: int) -> None:
         require(getattr(setting, name) > 0.0, name, "a positive number", getattr(setting, name))
     for name, limit in least.items():
         require(getattr(setting, name) >= limit, name, f"at least {limit}", getattr(setting, name))
+
+
+def composition_note(
+    attacks: Sequence[Attack], *, sampling_prob: float, num_steps: int, delta: float
+) -> str:
+    """What the largest measured μ of a step amounts to over a run of sampled steps.
+
+    Holds if every step is Gaussian, as the certified claim has it; it refutes nothing else.
+    """
+    mus = [
+        float(bound.counts["mu"])
+        for attack in attacks
+        for bound in attack.joint
+        if bound.method == GAUSSIAN.name
+    ]
+    mu = max(mus, default=0.0)
+    epsilon = composed_epsilon(mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta)
+    return (
+        f"μ ≥ {mu:.3f} of a step, composed over {num_steps} steps sampled at "
+        f"{sampling_prob:.4g}: ε ≥ {epsilon:.4g} (measured, if every step is Gaussian) "
+        f"at δ = {delta:.3g}"
+    )

@@ -16,9 +16,9 @@ from shuffled_dpsgd.cli.audit_output import (
     show_checks,
 )
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
-from shuffled_dpsgd.cli.experiments import need_experiments
+from shuffled_dpsgd.cli.experiments import register_audits
 from shuffled_dpsgd.cli.output import AsJson, reports_errors
-from shuffled_dpsgd.errors import InvalidArgumentError, require
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
 
 EPILOG = (
@@ -36,141 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 MODES = ("step", "one-run")
-
-
-@app.command()
-@reports_errors
-def step(
-    dimension: opt.Dimension,
-    noise_multiplier: opt.Sigma,
-    delta: opt.Delta = 2.5e-7,
-    batch_clip: opt.BatchClip = 1.0,
-    claim: opt.Claim = None,
-    axis_size: opt.AxisSize = 3072,
-    observations: opt.Observations = 5000,
-    sampling_prob: opt.ComposeProb = None,
-    num_steps: opt.ComposeSteps = None,
-    run_delta: opt.ComposeDelta = 5e-6,
-    confidence: opt.Confidence = 0.95,
-    seed: opt.Seed = 0,
-    output: opt.Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Audit one step of the mechanism in isolation: no model, thousands of releases, seconds.
-
-    Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
-    """
-    from shuffled_dpsgd.auditing.step import StepSetting, audit_step, step_claims
-
-    setting = StepSetting(
-        noise_multiplier=noise_multiplier,
-        dimension=dimension,
-        delta=delta,
-        batch_clip=batch_clip,
-        axis_size=axis_size,
-        num_observations=observations,
-        seed=seed,
-    )
-    expected = "both of it and --num-steps, or neither"
-    both = (sampling_prob is None) == (num_steps is None)
-    require(both, "--sampling-prob", expected, sampling_prob)
-    run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
-    claims = step_claims(setting, paper_epsilon=claim)
-    report = audit_step(
-        setting, claims, confidence=confidence, run=None if num_steps is None else run
-    )
-    deliver(report, output, as_json)
-
-
-@app.command()
-@reports_errors
-def composition(
-    noise_multiplier: opt.Sigma,
-    sampling_prob: opt.SamplingProb,
-    num_steps: opt.NumSteps,
-    dimension: opt.Dimension,
-    delta: opt.Delta = 5e-6,
-    batch_clip: opt.BatchClip = 1.0,
-    claim: opt.Claim = None,
-    axis_size: opt.AxisSize = 3072,
-    observations: opt.Observations = 5000,
-    confidence: opt.Confidence = 0.95,
-    seed: opt.Seed = 0,
-    output: opt.Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Audit a whole run of sampled steps in isolation, with the exact likelihood ratio.
-
-    Example: shuffled-dpsgd audit composition --sigma 0.273 --claim 1 --sampling-prob 0.02
-    --num-steps 500 --dimension 85800000
-    """
-    from shuffled_dpsgd.auditing import composition as audited
-
-    setting = audited.CompositionSetting(
-        noise_multiplier=noise_multiplier,
-        sampling_prob=sampling_prob,
-        num_steps=num_steps,
-        delta=delta,
-        dimension=dimension,
-        batch_clip=batch_clip,
-        axis_size=axis_size,
-        num_observations=observations,
-        seed=seed,
-    )
-    claims = audited.run_claims(setting, paper_epsilon=claim)
-    deliver(audited.audit_composition(setting, claims, confidence=confidence), output, as_json)
-
-
-@app.command()
-@reports_errors
-def blackbox(
-    config: opt.ConfigFile = None,
-    seeds: opt.Seeds = 12,
-    canaries: opt.InputCanaries = 100,
-    input_canary: opt.InputCanary = "mislabelled",
-    noise_multiplier: privacy.NoiseMultiplier = None,
-    training_steps: opt.BlackBoxSteps = None,
-    confidence: opt.Confidence = 0.95,
-    seed: opt.Seed = 0,
-    output: opt.Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """The knock-out: the same membership attack with the shuffle and without, many seeds.
-
-    Beside them, the same training without privacy. The digits ViT by default, with noise 0.1 and 60
-    steps, or the task and model of a file. Needs a clone.
-
-    Example: shuffled-dpsgd audit blackbox --output black-box
-    """
-    need_experiments("audit blackbox")
-    from shuffled_dpsgd_experiments.audits import targets
-    from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting, audit_black_box
-    from shuffled_dpsgd_experiments.audits.shown import save_black_box, show_black_box
-
-    setting = BlackBoxSetting(
-        num_seeds=seeds,
-        num_canaries=canaries,
-        input_canary=input_canary,  # type: ignore[arg-type]  # checked by the setting
-        seed=seed,
-    )
-    chosen = None
-    if config is not None:
-        chosen = chosen_config(
-            config,
-            seed=seed,
-            privacy={"noise_multiplier": noise_multiplier},
-            training={"num_steps": training_steps},
-        )
-    start, target = targets.black_box_target(
-        chosen, noise_multiplier=noise_multiplier, num_steps=training_steps
-    )
-    with progress(quiet=as_json) as on_progress:
-        report = audit_black_box(
-            start, target, setting, confidence=confidence, on_progress=on_progress
-        )
-    if output is not None:
-        save_black_box(report, output / "black-box")
-    hand_over(report.to_json(), output, as_json, lambda: show_black_box(report))
 
 
 @app.command()
@@ -309,3 +174,6 @@ def sensitivity(
     hand_over(found, output, as_json, lambda: show_checks(reports))
     if not all(report.passed for report in reports):
         raise typer.Exit(1)
+
+
+register_audits(app)

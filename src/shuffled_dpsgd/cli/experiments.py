@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.presets import Preset
 
 NAME = "shuffled_dpsgd_experiments"
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 VERBS = ("reproduce", "sweep", "examine")
+AUDITS = ("step", "composition", "blackbox")
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone, its root; of an installed wheel, a folder without the experiments."""
 
@@ -31,9 +33,19 @@ def register_verbs(app: typer.Typer, panel: str) -> None:
         for name in VERBS:
             add_verb(app, getattr(verbs, name), panel)
         return
-    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     for name in VERBS:
-        app.command(name, context_settings=anything, rich_help_panel=panel)(_refused(name))
+        app.command(name, context_settings=ANYTHING, rich_help_panel=panel)(_refused(name))
+
+
+def register_audits(app: typer.Typer) -> None:
+    """Add the audits of the mechanism alone to `audit`, likewise."""
+    if _are_there():
+        verbs = importlib.import_module(f"{NAME}.audits.verbs")
+        for name in AUDITS:
+            app.command(name)(getattr(verbs, name))
+        return
+    for name in AUDITS:
+        app.command(name, context_settings=ANYTHING)(_refused(f"audit {name}"))
 
 
 def _refused(name: str) -> Callable[..., None]:

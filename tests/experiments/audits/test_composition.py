@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shuffled_dpsgd.auditing.composition import (
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.audits.composition import (
     CompositionSetting,
     audit_composition,
     privacy_losses,
     run_claims,
 )
-from shuffled_dpsgd.errors import InvalidArgumentError
 
 VIT = {
     "sampling_prob": 0.02,

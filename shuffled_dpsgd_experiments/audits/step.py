@@ -9,7 +9,7 @@ worst-case pair is no attack on Algorithm 1; `shuffled-dpsgd examine` has its tr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,23 +18,22 @@ import numpy as np
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.accounting.paper import ASSUMPTIONS
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
-from shuffled_dpsgd.auditing import axis
-from shuffled_dpsgd.auditing.axis import AxisCanary, Reading
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics
-from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon, gaussian_epsilon
+from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.verdict import (
-    Attack,
+    ESTIMATORS,
     AuditReport,
     Evidence,
     ThreatModel,
     check_fields,
+    composition_note,
     report_on,
 )
+from shuffled_dpsgd_experiments.audits import axis
+from shuffled_dpsgd_experiments.audits.axis import AxisCanary, Reading
 
 CHUNK_VALUES = 1 << 21
-GAUSSIAN = OrderStatistics(family="gaussian")
-ESTIMATORS = (ClopperPearson(), OrderStatistics(), GAUSSIAN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +128,6 @@ def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:
         f"with {num_observations} releases in each world no bound for any mechanism exceeds "
         f"{caps[0]:.2f} (Clopper–Pearson) or {caps[1]:.2f} (order statistics): they measure the "
         "sample; the closed form, where there is one, measures the leak"
-    )
-
-
-def composition_note(
-    attacks: Sequence[Attack], *, sampling_prob: float, num_steps: int, delta: float
-) -> str:
-    """What the largest measured μ of a step amounts to over a run of sampled steps.
-
-    Holds if every step is Gaussian, as the certified claim has it; it refutes nothing else.
-    """
-    mus = [
-        float(bound.counts["mu"])
-        for attack in attacks
-        for bound in attack.joint
-        if bound.method == GAUSSIAN.name
-    ]
-    mu = max(mus, default=0.0)
-    epsilon = composed_epsilon(mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta)
-    return (
-        f"μ ≥ {mu:.3f} of a step, composed over {num_steps} steps sampled at "
-        f"{sampling_prob:.4g}: ε ≥ {epsilon:.4g} (measured, if every step is Gaussian) "
-        f"at δ = {delta:.3g}"
     )
 
 

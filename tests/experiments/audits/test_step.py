@@ -8,13 +8,13 @@ from scipy.stats import binom, norm
 
 from auditing.known import gaussian
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
-from shuffled_dpsgd.auditing import axis
 from shuffled_dpsgd.auditing.estimators import OrderStatistics
 from shuffled_dpsgd.auditing.plots import save
-from shuffled_dpsgd.auditing.step import GAUSSIAN, StepSetting, audit_step, step_claims
-from shuffled_dpsgd.auditing.verdict import AuditReport, judge
+from shuffled_dpsgd.auditing.verdict import GAUSSIAN, AuditReport, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.audits import axis
 from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
+from shuffled_dpsgd_experiments.audits.step import StepSetting, audit_step, step_claims
 
 # Re-aligning 16 rows is as easy as 64, of which the page tells.
 PAPER = StepSetting(noise_multiplier=0.274, dimension=85_800_000, delta=2.5e-7, aligned_rows=16)

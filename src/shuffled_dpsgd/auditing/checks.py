@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -22,13 +22,7 @@ class Check:
         return self.measured <= self.allowed
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "passed": self.passed,
-            "measured": self.measured,
-            "allowed": self.allowed,
-            "detail": self.detail,
-        }
+        return {**asdict(self), "passed": self.passed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +44,5 @@ class CheckReport:
         return tuple(check.name for check in self.checks if not check.passed)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "unit": self.unit,
-            "setting": dict(self.setting),
-            "passed": self.passed,
-            "checks": [check.to_json() for check in self.checks],
-            "seconds": self.seconds,
-        }
+        checks = [check.to_json() for check in self.checks]
+        return {**asdict(self), "passed": self.passed, "checks": checks}

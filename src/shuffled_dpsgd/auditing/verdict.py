@@ -128,12 +128,8 @@ class Verdict:
         return f"refuted at {100 * self.confidence:g} %" if self.refuted else "consistent"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "claim": self.claim.to_json(),
-            "outcome": self.outcome,
-            "strongest_bound": self.strongest_bound,
-            "strongest_attack": self.strongest_attack,
-        }
+        kept = {name: getattr(self, name) for name in ("strongest_bound", "strongest_attack")}
+        return {"claim": self.claim.to_json(), "outcome": self.outcome, **kept}
 
 
 @dataclass(frozen=True, kw_only=True)

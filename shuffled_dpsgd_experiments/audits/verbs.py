@@ -53,6 +53,8 @@ def step(
 ) -> None:
     """Audit one step of the mechanism in isolation: no model, thousands of releases, seconds.
 
+    Needs a clone.
+
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
     from shuffled_dpsgd_experiments.audits.step import StepSetting, audit_step, step_claims
@@ -94,6 +96,8 @@ def composition(
     as_json: AsJson = False,
 ) -> None:
     """Audit a whole run of sampled steps in isolation, with the exact likelihood ratio.
+
+    Needs a clone.
 
     Example: shuffled-dpsgd audit composition --sigma 0.273 --claim 1 --sampling-prob 0.02
     --num-steps 500 --dimension 85800000

@@ -9,28 +9,20 @@ import typer
 
 from shuffled_dpsgd.cli import audit_options as opt
 from shuffled_dpsgd.cli import privacy_options as privacy
-from shuffled_dpsgd.cli.audit_output import (
-    deliver,
-    hand_over,
-    progress,
-    show_checks,
-)
+from shuffled_dpsgd.cli.audit_output import deliver, hand_over, progress, show_checks
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
 from shuffled_dpsgd.cli.experiments import register_audits
-from shuffled_dpsgd.cli.output import AsJson, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, reports_errors, shown_examples
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198"
-    "[/bold] · "
-    "[bold]shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10[/bold] · "
-    "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
-)
-
 app = typer.Typer(
     name="audit",
-    epilog=EPILOG,
+    epilog=shown_examples(
+        "audit run --mode one-run --epsilon 1 --epochs 10",
+        "audit run-folder runs/digits",
+        "audit sensitivity --model gpt2-tiny",
+    ),
     help="Attack the mechanism and hold every claimed ε against what the attacks show. "
     "Exit status 1: a proven claim was refuted, or a replay check failed.",
     no_args_is_help=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
@@ -68,7 +68,7 @@ def by_target(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     names = ("measured_over_run", "heldout_accuracy")
     return [
         {**alike[0], **{name: fmean(run[name] for run in alike) for name in names}}
-        | {"seeds": [run["heldout_accuracy"] for run in alike]}
+        | {"spread": stdev(run["heldout_accuracy"] for run in alike)}
         for alike in found.values()
     ]
 
@@ -78,14 +78,10 @@ def table_of(runs: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         f"| {row['target']:g} | {row['noise_multiplier']:.3g} | "
         f"{row['signal_to_noise_over_run']:.3g} | {row['measured_over_run']:.2g} | "
-        f"{row['heldout_accuracy']:.3f}{_spread(row['seeds'])} | {row['verdict']} |"
+        f"{row['heldout_accuracy']:.3f} ± {row['spread']:.3f} | {row['verdict']} |"
         for row in by_target(runs)
     ]
     return "\n".join([HEADER, *lines])
-
-
-def _spread(found: Sequence[float]) -> str:
-    return f" ± {stdev(found):.3f}" if len(found) > 1 else ""
 
 
 def main(path: Path, recipe: str = "recipe/digits") -> None:

@@ -144,15 +144,16 @@ def floor_lines(sweep: Sweep, epsilons: Sequence[float], *, paired: bool) -> lis
             scores.setdefault(record["epsilon"], []).append(record["accuracy"][split])
     if not scores:
         return []
-    cells = [what]
-    for found in map(scores.get, epsilons):
-        if found is None:
-            cells.append("")
-        else:
-            mean, spread = statistics.fmean(found), statistics.stdev(found)
-            cells.append(f"{100 * mean:.1f} ± {100 * spread:.1f} ({len(found)})")
-        cells += [""] if paired else []
-    return [line_of(cells)]
+    cells = [_over_seeds(scores[each]) if each in scores else "" for each in epsilons]
+    if paired:
+        cells = [part for cell in cells for part in (cell, "")]
+    return [line_of([what, *cells])]
+
+
+def _over_seeds(found: Sequence[float]) -> str:
+    """Mean ± standard deviation of accuracies in per cent, and their number."""
+    mean, spread = 100 * statistics.fmean(found), 100 * statistics.stdev(found)
+    return f"{mean:.1f} ± {spread:.1f} ({len(found)})"
 
 
 def score_of(rows: Sequence[SweepRow]) -> str:
@@ -222,11 +223,8 @@ def paired_lines(workload: Workload, root: Path) -> list[str]:
         found = [mine[seed] - first[seed] for seed in sorted(mine.keys() & first.keys())]
         if len(found) < 2:
             return [NOTHING]
-        values = list(mine.values())
-        mean, spread = statistics.fmean(values), statistics.stdev(values)
         apart = "" if name == OPACUS else with_interval("accuracy", found)
-        cell = f"{100 * mean:.1f} ± {100 * spread:.1f} ({len(values)})"
-        lines.append(line_of([NAMED[name], cell, apart]))
+        lines.append(line_of([NAMED[name], _over_seeds([*mine.values()]), apart]))
     return [*lines, _FIRST_PROVEN.format(f"{proven[OPACUS]:.3g}")]
 
 
@@ -234,11 +232,14 @@ def recipe_lines(root: Path) -> list[str]:
     """What committed runs with the settings of recipes reached, by the ε asked for."""
     lines = ["| recipe | δ | accuracy at certified ε (proven) | records |", "|---" * 4 + "|"]
     for recipe in RECIPES.values():
+        found = scores_of(recipe, root)
+        alike = len({len(scores) for scores in found.values()}) == 1
         reached = [
             f"{epsilon:g}: {statistics.fmean(scores):.3f}"
-            + (f" ({len(scores)} runs)" if len(scores) > 1 else "")
-            for epsilon, scores in scores_of(recipe, root).items()
+            + ("" if alike or len(scores) == 1 else f" ({len(scores)} runs)")
+            for epsilon, scores in found.items()
         ]
+        reached += [f"{len(scores)} runs each" for scores in [*found.values()][:1] if alike]
         delta = three_digits(recipe.run["privacy"]["delta"])
         link = f"[records](../{recipe.results})"
         lines.append(line_of([f"`{recipe.name}`", delta, "; ".join(reached), link]))

@@ -217,9 +217,7 @@ def _sentence(curves: Curves) -> str:
         f"(differences from {ranges[0]:+.1f} to {ranges[-1]:+.1f} points)"
     )
     if little:
-        few = (
-            f"{little} learnt hardly anything (less than a quarter of DP-SGD's lead over guessing)"
-        )
+        few = f"{little} learnt hardly anything (under a quarter of DP-SGD's best lead on guessing)"
         said = f"{few}, so no verdict is given" if little == len(found) else f"{said}; {few}"
     return (
         f"{curves.workload.title} ({_span(seeds)} seeds a point): at its claimed ε = "

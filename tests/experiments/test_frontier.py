@@ -263,6 +263,15 @@ def test_every_committed_record_says_what_made_it() -> None:
             assert len(record["first_losses"]) == 5
 
 
+def test_a_floor_is_of_the_data_of_what_it_stands_under() -> None:
+    for each in WORKLOADS.values():
+        if each.floor is not None:
+            ours, floor = (
+                cells_of(w, ROOT / "results").read() for w in (each, WORKLOADS[each.floor])
+            )
+            assert ours[0]["settings"] == floor[0]["settings"]
+
+
 def test_a_point_below_the_curve_is_found_below_it() -> None:
     """Between its neighbours the line is below a curve that bends upwards, never by 5 points."""
     curves = curves_of(SMALL, whole(SMALL, loss=0.15))

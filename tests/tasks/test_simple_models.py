@@ -20,6 +20,8 @@ from shuffled_dpsgd.tasks.config import DataConfig, ModelConfig
 from shuffled_dpsgd.tasks.models import simpler_model
 from shuffled_dpsgd.tasks.tokens import load_tokenizer
 from shuffled_dpsgd_experiments.advice_runs import by_target
+from shuffled_dpsgd_experiments.exhibits import Request
+from shuffled_dpsgd_experiments.frontier.reproducing import read
 
 pytest.importorskip("transformers")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -59,8 +61,18 @@ def test_the_advice_names_the_simple_model_where_the_committed_runs_say_so() -> 
     }
     for large, small in zip(found["large"], found["small"], strict=True):
         assert large["target"] == small["target"]
-        wins = small["heldout_accuracy"] > large["heldout_accuracy"]
-        assert wins == (large["signal_to_noise_over_run"] < SIMPLE_WINS_ON["digits"])
+        below = large["signal_to_noise_over_run"] < SIMPLE_WINS_ON["digits"]
+        assert small["heldout_accuracy"] > large["heldout_accuracy"] or not below
+    curves = read(Request(output=RESULTS, from_results=True))
+    assert curves is not None
+    (digits_mlp,) = (each for each in curves if each.workload.name == "digits")
+    noise = {each.point.epsilon: each.noise_multipliers["rest"] for each in digits_mlp.plain()}
+    steps, batch = digits_mlp.workload.num_steps, digits_mlp.workload.expected_batch_size
+    dimension = (64 + 1) * 128 + (128 + 1) * 10
+    for each in digits_mlp.floor_comparisons():
+        if each.point.epsilon in noise and each.verdict == "below DP-SGD":
+            bound = batch * math.sqrt(steps / dimension) / noise[each.point.epsilon]
+            assert bound >= SIMPLE_WINS_ON["digits"]
 
 
 def bound_and_score(path: Path) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def tuned_rates_of(trials: Sequence[dict[str, Any]]) -> list[tuple[float, list[f
 
 
 def _effort(name: str, found: Sequence[int]) -> str:
-    return line_of([name, f"{found[0]} of {found[1]}", f"{found[2]} of {found[3]}"])
+    return line_of([name, f"{found[0]}/{found[1]}", f"{found[2]}/{found[3]}"])
 
 
 def scores_of(recipe: Recipe, root: Path) -> dict[float, list[float]]:

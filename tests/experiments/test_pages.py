@@ -178,7 +178,7 @@ def test_how_far_tuning_went_is_counted(root: Path) -> None:
     """Both best rates lie at an end of two, and no row has one seed; the frontier is committed."""
     fill(root)
     (root / "results" / "frontier.json").write_text('{"workloads": {}}', encoding="utf-8")
-    assert part_of("effort", "all", root).splitlines()[2] == "| small | 1 of 1 | 0 of 2 |"
+    assert part_of("effort", "all", root).splitlines()[2] == "| small | 1/1 | 0/2 |"
 
 
 def test_only_what_is_between_marks_changes(root: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from typer.testing import CliRunner
 from cli.test_bad_input import images, settings, toml, write_good
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.tasks.tokens import load_tokenizer
+from shuffled_dpsgd.training import write_card
+from shuffled_dpsgd.training.planning import plan_from_json
+from shuffled_dpsgd.training.saved_card import read_card
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +57,20 @@ def test_a_folder_has_a_card_for_the_registry(runs: Path) -> None:
     assert "status: Draft" in record
     assert "films of the week" in record
     assert "films of the week" in run("card", runs / "csv").stdout
+
+
+def test_a_card_of_another_plan_is_not_that_of_the_folder(runs: Path, tmp_path: Path) -> None:
+    """The plan of a seeded run is known with the seed of its settings, which the card has not."""
+    card = read_card(runs / "csv")
+    assert not card.plan["secure"]
+    for name in ("ledger.jsonl", "_ledger.jsonl.key", "run.json"):
+        shutil.copy(runs / "csv" / name, tmp_path)
+    plan = replace(plan_from_json(card.plan), loss_reduction="mean")
+    other = replace(write_card(plan, num_steps=card.steps_released), subject=card.subject)
+    for written, code in ((card, 0), (other, 2)):
+        (tmp_path / "privacy_card.json").write_text(written.dumps(), encoding="utf-8")
+        said = run("card", tmp_path, code=code).output
+        assert ("ledger of plan" in said) is (code == 2)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
+from shuffled_dpsgd.auditing.input_canaries import Extended
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from training.cases import vectors
 from training.test_neighbours import (
@@ -76,6 +77,17 @@ def test_wrapped_data_sets_that_are_healthy_pass_and_nothing_is_listed(around: A
     run(private, around(Records()))
     assert private.ledger.spent == 2
     assert ITEM not in str(private.card())
+
+
+@pytest.mark.parametrize("kind", [Records, BrokenOnes])
+def test_a_subset_may_lie_in_a_longer_data_set(kind: Any) -> None:
+    data = kind()
+    few = Subset(data, BACKWARDS[10:])
+    whole = Extended(few, [data[number] for number in BACKWARDS[:10]])
+    if kind is BrokenOnes:
+        stops_before_the_first_release(start(mlp()), whole)
+    else:
+        run(start(mlp(), check_rate=1.0, num_steps=2), whole)
 
 
 class CentredByAll(Records):

@@ -242,7 +242,10 @@ class _Lists:
     def _find(self, value: Any, name: str, places: Places, size: int, depth: int) -> None:
         if isinstance(value, Subset):
             part: Any = value.dataset
-            inside = np.where(places < 0, -1, np.asarray(value.indices)[places])
+            # What is around a subset may be longer than it.
+            there = (places >= 0) & (places < len(value))
+            inside = np.full(len(places), -1)
+            inside[there] = np.asarray(value.indices)[places[there]]
             self._find(part, name, inside, len(part), depth + 1)
         elif isinstance(value, ConcatDataset):
             first = 0

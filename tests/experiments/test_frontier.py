@@ -263,6 +263,23 @@ def test_every_committed_record_says_what_made_it() -> None:
             assert len(record["first_losses"]) == 5
 
 
+def test_the_page_says_where_the_floor_is_ahead() -> None:
+    curves = read(Request(output=ROOT / "results", from_results=True))
+    assert curves is not None
+    found = {
+        (each.workload.name, verdict): [
+            one.point.epsilon for one in each.floor_comparisons() if one.verdict == verdict
+        ]
+        for each in curves
+        for verdict in ("above DP-SGD", "below DP-SGD")
+    }
+    (digits,) = found["digits", "above DP-SGD"]
+    sst2, behind = max(found["sst2-features", "above DP-SGD"]), min(found["digits", "below DP-SGD"])
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    assert f"ahead of the MLP on digits at {digits:g} and on SST-2 up to {sst2:g}; from" in page
+    assert f"from {behind:g} on the MLP is ahead on digits" in page
+
+
 def test_a_floor_is_of_the_data_of_what_it_stands_under() -> None:
     for each in WORKLOADS.values():
         if each.floor is not None:

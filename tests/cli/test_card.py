@@ -28,7 +28,10 @@ def run(*arguments: object, code: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The card of a loop of one's own, as `dumps` writes it, beside its ledger."""
-    folder = tmp_path_factory.mktemp("card")
+    return save_card(tmp_path_factory.mktemp("card"), seed=None)
+
+
+def save_card(folder: Path, seed: int | None) -> Path:
     model = torch.nn.Linear(4, 2)
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
     private = make_private(
@@ -41,6 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         delta=1e-3,
         clip_norm=1.0,
         shuffle="off",
+        seed=seed,
         ledger_path=folder / "ledger.jsonl",
     )
     for x, y in private.batches(data):
@@ -83,8 +87,12 @@ def test_what_is_no_card_is_refused(saved: Path, tmp_path: Path) -> None:
         assert "not a privacy card of this version" in run("card", tmp_path, code=2).output
 
 
-def test_a_folder_whose_ledger_says_otherwise_is_refused(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_folder_whose_ledger_says_otherwise_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, seed: int | None
+) -> None:
     """A card that another plan, or fewer steps, would have given is consistent in itself."""
+    saved = save_card(tmp_path_factory.mktemp("saved"), seed)
     card = read_card(saved)
     shutil.copytree(saved.parent, tmp_path, dirs_exist_ok=True)
     assert read_card(tmp_path) == card

@@ -189,13 +189,27 @@ def test_foreign_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None
         load_checkpoint(start(mlp_case()), path)
 
 
-def test_a_checkpoint_tells_nothing_of_its_seed(tmp_path: Path) -> None:
+def test_neither_checkpoint_nor_ledger_tells_a_seed(tmp_path: Path) -> None:
     """A hash of a small number is as good as the number, and the number gives the noise away."""
     plans = []
     for seed in (3, 4, None):
-        path = save_checkpoint(start(mlp_case(), seed=seed), tmp_path / str(seed))
-        plans.append(json.loads((path / "run.json").read_text())["plan"])
-    assert plans[0] == plans[1] != plans[2]
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        path = save_checkpoint(start(mlp_case(), folder, seed=seed), folder)
+        first, *_ = (folder / "ledger.jsonl").read_text().splitlines()
+        run_file = json.loads((path / "run.json").read_text())
+        plans.append((run_file["plan"], json.loads(first)["plan"]))
+    assert plans[0] == plans[1]
+    assert all(one != other for one, other in zip(plans[1], plans[2], strict=True))
+
+
+def test_a_ledger_gone_on_with_under_another_seed_certifies_nothing(tmp_path: Path) -> None:
+    first = start(mlp_case(), tmp_path, seed=3)
+    run(first, mlp_case(), num_steps=2)
+    again = start(mlp_case(), tmp_path, seed=4)
+    run(again, mlp_case(), num_steps=2)
+    assert again.ledger.spent == 4
+    assert again.card().certified is None
 
 
 def test_a_lost_ledger_is_noticed(tmp_path: Path) -> None:

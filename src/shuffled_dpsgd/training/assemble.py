@@ -42,7 +42,7 @@ from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.moving_clip import gradient_clip
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
-from shuffled_dpsgd.training.planning import large_delta, make_plan
+from shuffled_dpsgd.training.planning import large_delta, make_plan, without_seed
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
@@ -375,7 +375,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
     """The ledger of the plan: opened by this process, or by rank 0 for all."""
     planned: dict[str, Any] = {
-        "plan_fingerprint": plan.fingerprint(),
+        "plan_fingerprint": without_seed(plan).fingerprint(),
         "max_releases": plan.num_steps,
         "path": path,
     }

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.core.ledger import LedgerEntry
-from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.distributed.agreement import agree, all_do, first_does
 from shuffled_dpsgd.distributed.world import World
@@ -47,7 +46,7 @@ from shuffled_dpsgd.training.global_randomness import (
     seed_rank,
     set_global_randomness,
 )
-from shuffled_dpsgd.training.planning import differences, field_fingerprints
+from shuffled_dpsgd.training.planning import differences, field_fingerprints, without_seed
 from shuffled_dpsgd.training.private import PrivateTraining
 
 WEIGHTS, _STATE, _RUN = "model.safetensors", "state.pt", "run.json"
@@ -196,7 +195,7 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
     source = choose_checkpoint(path)
     verify_files(source, _files_to_verify(source, private))
     run = json.loads((source / _RUN).read_text(encoding="utf-8"))
-    differing = differences(_without_seed(private.plan), run["plan"])
+    differing = differences(without_seed(private.plan), run["plan"])
     if differing:
         raise CheckpointError(
             f"{source}: belongs to another plan, which differs in {', '.join(differing)}; "
@@ -293,18 +292,13 @@ def _position(private: PrivateTraining, randomness: list[dict[str, Any]]) -> dic
 
 def _run(private: PrivateTraining) -> dict[str, Any]:
     return {
-        "plan": field_fingerprints(_without_seed(private.plan)),
+        "plan": field_fingerprints(without_seed(private.plan)),
         "spec": _spec_hash(private),
         "streams": STREAM_VERSION,
         "releases": [list(entry) for entry in private.ledger.entries()],
         "durable_ledger": private.ledger.path is not None,
         "resumed_without_ledger": private.resumed_without_ledger,
     }
-
-
-def _without_seed(plan: PrivacyPlan) -> PrivacyPlan:
-    """A plan that says that there is a seed and not which: a small one is guessed from its hash."""
-    return plan if plan.seed is None else replace(plan, seed=0)
 
 
 def _spec_hash(private: PrivateTraining) -> str:

@@ -170,6 +170,11 @@ def differences(plan: PrivacyPlan, fingerprints: dict[str, str]) -> list[str]:
     )
 
 
+def without_seed(plan: PrivacyPlan) -> PrivacyPlan:
+    """A plan that says that there is a seed and not which: a small one is guessed from its hash."""
+    return plan if plan.secure else replace(plan, seed=0)
+
+
 def plan_json(plan: PrivacyPlan) -> dict[str, Any]:
     """Plain data without the seed, which would let a reader remove the noise."""
     data = plan.comparable()

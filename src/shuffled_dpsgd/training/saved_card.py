@@ -117,13 +117,7 @@ def _check_ledger(ledger: Path, file: Path, card: PrivacyCard) -> None:
                 shutil.copy(each, folder)
             copied = Path(folder) / ledger.name
             header = json.loads(copied.read_text(encoding="utf-8").partition("\n")[0])
-            mark = header["plan"]
-            # The mark of a seeded plan covers its seed, which no card has, but a task's folder.
-            if not plan.secure and (settings := ledger.with_name("run.json")).is_file():
-                seed = json.loads(settings.read_text(encoding="utf-8"))["seed"]
-                mark = replace(plan, seed=seed).fingerprint()
-            elif plan.secure:
-                mark = plan.fingerprint()
+            mark = plan.fingerprint()
             spent = Ledger(plan_fingerprint=mark, max_releases=plan.num_steps, path=copied).spent
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         raise CheckpointError(f"{ledger}: not the ledger of {file.name}; {error}") from error

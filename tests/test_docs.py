@@ -52,7 +52,7 @@ CODE = [
     for p in sorted(DOCS.glob("*.md"))
     if p.name != "from_opacus.md"  # Two programs at once: tests/examples/test_from_opacus.py.
     for number, code in enumerate(blocks(p.name, "python"))
-    if "fully_shard(block)" not in code  # On several ranks: tests/distributed/test_sharded.py.
+    if "fully_shard(block" not in code  # On several ranks: tests/distributed/test_sharded.py.
 ]
 COMMANDS = [
     line.partition(" #")[0]

@@ -11,7 +11,7 @@ from shuffled_dpsgd.cli import audit_options as opt
 from shuffled_dpsgd.cli import privacy_options as privacy
 from shuffled_dpsgd.cli.audit_output import deliver, hand_over, progress, show_checks
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
-from shuffled_dpsgd.cli.experiments import register_audits
+from shuffled_dpsgd.cli.experiments import AUDITS, register
 from shuffled_dpsgd.cli.output import AsJson, reports_errors, shown_examples
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
@@ -168,4 +168,4 @@ def sensitivity(
         raise typer.Exit(1)
 
 
-register_audits(app)
+register(app, AUDITS, "audits.verbs", prefix="audit ")

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, add_verb, reports_errors
+from shuffled_dpsgd.cli.output import EXAMPLES, AsJson, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 
 if TYPE_CHECKING:
@@ -26,26 +26,16 @@ ROOT = Path(__file__).resolve().parents[3]
 """Of a clone, its root; of an installed wheel, a folder without the experiments."""
 
 
-def register_verbs(app: typer.Typer, panel: str) -> None:
-    """Add the verbs of the experiments; where these are missing, a verb says what it needs."""
-    if _are_there():
-        verbs = importlib.import_module(f"{NAME}.verbs")
-        for name in VERBS:
-            add_verb(app, getattr(verbs, name), panel)
-        return
-    for name in VERBS:
-        app.command(name, context_settings=ANYTHING, rich_help_panel=panel)(_refused(name))
-
-
-def register_audits(app: typer.Typer) -> None:
-    """Add the audits of the mechanism alone to `audit`, likewise."""
-    if _are_there():
-        verbs = importlib.import_module(f"{NAME}.audits.verbs")
-        for name in AUDITS:
-            app.command(name)(getattr(verbs, name))
-        return
-    for name in AUDITS:
-        app.command(name, context_settings=ANYTHING)(_refused(f"audit {name}"))
+def register(
+    app: typer.Typer, names: tuple[str, ...], module: str = "verbs", prefix: str = "", **look: Any
+) -> None:
+    """Add verbs of the experiments; where these are missing, a verb says what it needs."""
+    verbs = importlib.import_module(f"{NAME}.{module}") if _are_there() else None
+    for name in names:
+        if verbs is None:
+            app.command(name, context_settings=ANYTHING, **look)(_refused(f"{prefix}{name}"))
+        else:
+            app.command(name, epilog=EXAMPLES.get(name), **look)(getattr(verbs, name))
 
 
 def _refused(name: str) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from shuffled_dpsgd.cli import audit, budget
 from shuffled_dpsgd.cli.account import account, calibrate
 from shuffled_dpsgd.cli.advise import advise
 from shuffled_dpsgd.cli.card import card, verify
-from shuffled_dpsgd.cli.experiments import register_verbs
+from shuffled_dpsgd.cli.experiments import VERBS, register
 from shuffled_dpsgd.cli.inspect import inspect
 from shuffled_dpsgd.cli.output import OneLineGroup, add_verb, shown_examples
 from shuffled_dpsgd.cli.plan import plan
@@ -60,7 +60,7 @@ for panel, verbs in PANELS.items():
         add_verb(app, verb, panel)
 app.add_typer(audit.app, rich_help_panel="What ε costs and means")
 app.add_typer(budget.app, rich_help_panel="What ε costs and means")
-register_verbs(app, "The paper's experiments")
+register(app, VERBS, rich_help_panel="The paper's experiments")
 
 
 def main() -> None:

@@ -41,9 +41,6 @@ def encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer, max_length: int) -
     """Ids of each record, with the ids that are scored as labels; cut at the end to `max_length`.
 
     Each part is encoded by itself, so an answer begins with the same token as in generation.
-
-    Raises:
-        InvalidArgumentError: a record has no answer, or none within `max_length`.
     """
     parts = [list(_parts(chat, tokenizer)) for chat in chats]
     encoded = iter(tokenizer.encode_plain([text for each in parts for text, _ in each]))

@@ -63,6 +63,12 @@ def test_nothing_exported_returns_a_bare_number_but_noise() -> None:
         assert "kind" in {field.name for field in dataclasses.fields(functions[name])}
 
 
+def test_an_infinite_epsilon_is_never_called_proven() -> None:
+    nothing = PrivacyClaim(epsilon=math.inf, delta=1e-5, method="PLD", kind="proven")
+    assert str(nothing) == "no ε is proven at δ = 1e-05 by PLD"
+    assert f"{nothing:.3g}" == "no ε is proven"
+
+
 def test_a_claim_survives_json_and_pickle() -> None:
     claim = certified_claim(noise_multiplier=2.0, sampling_prob=0.1, num_steps=10, delta=1e-5)
     assert PrivacyClaim.from_json(json.loads(json.dumps(claim.to_json()))) == claim

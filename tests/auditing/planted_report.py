@@ -15,7 +15,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from auditing.planted import BUGS, CHECKS, Plant
+from core import test_banded, test_truncation
 from shuffled_dpsgd.environment import environment
+from training import test_units
 
 COMMAND = "python tests/auditing/planted_report.py results/audit_planted_bugs.json"
 
@@ -31,12 +33,30 @@ def row(plant: Plant) -> dict[str, Any]:
     return {"caught_by": caught, "seconds": seconds}
 
 
+def special() -> dict[str, dict[str, Any]]:
+    """Mistakes in what is special about a run, against audits of their own: bound and claim."""
+    cut, uncounted, certified = test_truncation.audited()
+    found = {
+        "unit counted as records": test_units.audited(as_records=True),
+        "unit, sound": test_units.audited(as_records=False),
+        "largest batch not counted": (cut, uncounted),
+        "largest batch, sound": (cut, certified),
+        **{f"banded noise, {wrong}": test_banded.audited(wrong) for wrong in test_banded.WRONG},
+        "banded noise, sound": test_banded.audited(),
+    }
+    return {
+        name: {"bound": bound, "claimed": claimed, "refuted": bound > claimed}
+        for name, (bound, claimed) in found.items()
+    }
+
+
 def report() -> dict[str, Any]:
     """The whole matrix, the sound run last."""
     return {
         "checks": {name: fails.__doc__ for name, fails in CHECKS.items()},
         "bugs": {name: row(bug.plant) for name, bug in BUGS.items()},
         "sound_run": row(lambda private: None),
+        "special": special(),
     }
 
 

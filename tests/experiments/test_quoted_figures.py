@@ -236,6 +236,11 @@ def test_planted_bugs_are_all_caught() -> None:
     assert all(bug["caught_by"] for bug in found["bugs"].values())
     assert len(found["bugs"]) == 20
     assert "Twenty known DP-SGD mistakes" in page(AUDITING)
+    planted = [row for name, row in found["special"].items() if "sound" not in name]
+    assert all(row["refuted"] for row in planted)
+    assert len(planted) == 5
+    assert not any(row["refuted"] for row in found["special"].values() if row not in planted)
+    assert "Five mistakes in units, largest batches and banded noise" in page(AUDITING)
 
 
 def test_the_knock_out_on_the_digits() -> None:

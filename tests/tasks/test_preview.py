@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from shuffled_dpsgd.tasks import digits, parse_config
+from shuffled_dpsgd.tasks.advice import advise_run
 from shuffled_dpsgd.training import PrivacyOptions, make_plan
 from shuffled_dpsgd.training.planning import large_delta
 
@@ -35,3 +37,15 @@ def test_nothing_is_said_where_nothing_is_claimed() -> None:
         method="non-private",
     )
     assert large_delta(make_plan(options, sizes={"a": 4}, moved=frozenset())) is None
+
+
+@pytest.mark.slow
+def test_what_the_planned_largest_batch_costs_is_told() -> None:
+    raw = digits.default_config().to_json()
+    batch = raw["training"]["expected_batch_size"]
+    raw["model"] = {"name": "linear-digits"}
+    raw["training"]["largest_batch"] = batch + 10
+    found = advise_run(parse_config(raw))
+    (row,) = (each for each in found.alternatives if each.change.startswith("largest_batch"))
+    assert row.change == f"largest_batch={batch + 10}"
+    assert row.noise > 1.1

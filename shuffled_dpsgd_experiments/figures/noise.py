@@ -97,7 +97,7 @@ def show_curves(raw: dict[str, Any]) -> Exhibit:
         shares = {clip: values[0] for clip, values in panel["shuffled_over_unshuffled"].items()}
         widest = max(shares, key=float)
         inside = [clip for clip, share in shares.items() if SHARES[0] <= share <= SHARES[1]]
-        certified = _certified(panel["setting"], panel["shuffled"][widest][0])
+        certified = _certified(panel["setting"]["label"], panel["shuffled"][widest][0])
         where = f"at c' = {in_clips(float(inside[0]))}" if inside else "at none of the three c'"
         rows.append(
             ExhibitRow(
@@ -120,7 +120,7 @@ def show_map(raw: dict[str, Any]) -> Exhibit:
     rows = []
     for place in (0, -1):
         epsilon, noise = raw["epsilons"][place], raw["noise_multiplier"][place]
-        certified = _certified(raw["setting"], noise[-1])
+        certified = _certified(raw["setting"]["label"], noise[-1])
         drops = "as described" if noise[-1] < noise[0] / 2 else "does not drop much"
         rows.append(
             ExhibitRow(
@@ -143,12 +143,8 @@ def _standing(certified: float, epsilon: float) -> str:
 
 
 @cache
-def _priced(label: str, noise_multiplier: float) -> float:
+def _certified(label: str, noise_multiplier: float) -> float:
     return certified_bracket(noise_multiplier=noise_multiplier, **_SETTINGS[label].steps).upper
-
-
-def _certified(setting: dict[str, Any], noise_multiplier: float) -> float:
-    return _priced(setting["label"], noise_multiplier)
 
 
 def draw_curves(raw: dict[str, Any]) -> Figure:

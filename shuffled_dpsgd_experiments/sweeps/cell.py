@@ -32,6 +32,8 @@ from shuffled_dpsgd_experiments.provenance import Provenance, data_digest
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.search import run_search
 
+_OF_BLOCKS = ("name", "dimension", "noise_multiplier", "batch_clip_norm")
+
 
 class Tasks:
     """The tasks of the last few cells: those that share data read and encode them once.
@@ -229,15 +231,7 @@ def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
         "num_steps": plan.num_steps,
         "dataset_size": plan.dataset_size,
         "falls_back": plan.falls_back,
-        "blocks": [
-            {
-                "name": block.name,
-                "dimension": block.dimension,
-                "noise_multiplier": block.noise_multiplier,
-                "batch_clip_norm": block.batch_clip_norm,
-            }
-            for block in plan.blocks
-        ],
+        "blocks": [{name: getattr(block, name) for name in _OF_BLOCKS} for block in plan.blocks],
         "certified": _claim(plan.certified()),
         "why_not_certified": list(plan.uncertifiable),
         "paper": _claim(paper_estimate(plan)),

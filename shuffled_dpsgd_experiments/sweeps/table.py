@@ -89,10 +89,6 @@ class SweepRow:
             "paper_epsilon": {"value": self.paper, "kind": "heuristic"},
         }
 
-    def describe_budget(self) -> str:
-        """The ε asked for; a dash where none was."""
-        return "–" if self.epsilon is None else f"{self.epsilon:g}"
-
     def describe_certified(self) -> str:
         """What is proven of the runs."""
         return "none" if self.certified is None else three_digits(self.certified)
@@ -101,7 +97,7 @@ class SweepRow:
         """A line of the table: texts have a dash where a metric is missing."""
         texts = [f"{self.texts[m]:.3g}" if m in self.texts else "–" for m in metrics]
         paper = "–" if self.paper is None else three_digits(self.paper)
-        budget = self.describe_budget()
+        budget = "–" if self.epsilon is None else f"{self.epsilon:g}"
         return [budget, self.name, self.describe(), *texts, self.describe_certified(), paper]
 
 

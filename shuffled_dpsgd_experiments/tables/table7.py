@@ -25,27 +25,15 @@ def ways_to_shuffle(
     matrix = torch.randn(size, size, device=device)
     rows, cols = torch.randperm(size, device=device), torch.randperm(size, device=device)
     dense = [torch.eye(size, device=device)[index] for index in (rows, cols)]
-    ones = torch.ones(size, device=device)
-    sparse = [
-        torch.sparse_coo_tensor(
-            torch.stack([torch.arange(size, device=device), index]),
-            ones,
-            (size, size),
-            check_invariants=True,
-        ).coalesce()
-        for index in (rows, cols)
-    ]
-    return (
-        matrix,
-        (rows, cols),
-        {
-            "index": lambda: matrix[rows][:, cols],
-            "dense matmul": lambda: dense[0] @ matrix @ dense[1].T,
-            "sparse matmul": lambda: (
-                torch.sparse.mm(sparse[1], torch.sparse.mm(sparse[0], matrix).T.contiguous()).T
-            ),
-        },
-    )
+    sparse = [each.to_sparse() for each in dense]
+    ways = {
+        "index": lambda: matrix[rows][:, cols],
+        "dense matmul": lambda: dense[0] @ matrix @ dense[1].T,
+        "sparse matmul": lambda: (
+            torch.sparse.mm(sparse[1], torch.sparse.mm(sparse[0], matrix).T.contiguous()).T
+        ),
+    }
+    return matrix, (rows, cols), ways
 
 
 def run(scale: str) -> dict[str, Any]:

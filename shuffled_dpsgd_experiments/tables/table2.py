@@ -87,11 +87,9 @@ def _distance(one: nn.Module, other: nn.Module) -> float:
 
 def _compare(config: RunConfig, task: Task, mode: str) -> dict[str, Any]:
     raw = config.to_json()
-    budget = {key: raw["privacy"][key] for key in ("delta",)}
-    if mode == "DPSGD":
-        budget |= {"epsilon": raw["privacy"]["epsilon"], "clip_norm": raw["privacy"]["clip_norm"]}
-    else:
-        budget |= {"noise_multiplier": 0.0, "clip_norm": "inf"}
+    budget = {key: raw["privacy"][key] for key in ("delta", "epsilon", "clip_norm")}
+    if mode != "DPSGD":
+        budget = {"delta": budget["delta"], "noise_multiplier": 0.0, "clip_norm": "inf"}
     sides = {
         "unshuffled": {"shuffle": "off"},
         "shuffled": {"shuffle": "every-step", "noise_frame": "unshuffled"},

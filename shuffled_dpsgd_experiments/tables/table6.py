@@ -7,7 +7,7 @@ from typing import Any
 
 from shuffled_dpsgd.accounting import certified_bracket
 from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
-from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.tables.printed import AUDIT
 
 TITLE = "Table 6: the audit"
@@ -45,12 +45,11 @@ def show(raw: dict[str, Any]) -> Exhibit:
                 f"{quantiles[0]:.2f} to {quantiles[2]:.2f}",
             )
         )
-    env = raw["environment"]
-    made = f" Made on {env.get('hardware', env.get('machine'))}, {env['date']}."
     return Exhibit(
         name="table6",
         title=TITLE,
-        origin=f"ViT's setting, {setting['num_observations']} observations in each world.{made}",
+        origin=f"ViT's setting, {setting['num_observations']} observations in each world. "
+        f"{origin_of(raw)}",
         rows=tuple(rows),
         notes=(
             f"The paper's estimate has no confidence level: {'; '.join(raw['rows'][0]['lacks'])}.",

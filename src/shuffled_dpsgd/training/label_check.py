@@ -96,7 +96,8 @@ class LabelCheck:
         room.refuse_misfits(values, partial(_place_of, fields or fields_of(batch), records))
         # Fields may have the same values by chance, as labels and ids where nothing is padded.
         itself = [each for each in fields if each[1].data_ptr() == values.data_ptr()]
-        others = [each for each in fields if each[0] not in self._rooms]
+        known = any(self._rooms.get(key) == room for key, _ in fields)
+        others = [each for each in fields if each[0] not in self._rooms and not known]
         certain = itself or others
         for key, _ in certain if len(certain) == 1 else ():
             if key not in self._rooms or room.size < self._rooms[key].size:

@@ -123,10 +123,7 @@ def claimed_and_true_delta(setting: Preset = VIT, *, draws: int = 20_000) -> lis
     rows = []
     for batch_clip in BATCH_CLIPS:
         step = calibrate_paper(
-            epsilon=1.0,
-            dimension=setting.dimension,
-            batch_clip=batch_clip,
-            **setting.steps,
+            epsilon=1.0, dimension=setting.dimension, batch_clip=batch_clip, **setting.steps
         )
         for pair in (
             spike_pair(setting.dimension, batch_clip),

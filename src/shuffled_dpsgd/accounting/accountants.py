@@ -163,10 +163,7 @@ STANDARD = (
 
 
 def accountants(
-    *,
-    dimension: int | None = None,
-    batch_clip: float | None = None,
-    delta_split: float = 0.5,
+    *, dimension: int | None = None, batch_clip: float | None = None, delta_split: float = 0.5
 ) -> tuple[Accountant, ...]:
     """The standard accountants, and the paper's where a dimension asks for it.
 

@@ -135,12 +135,7 @@ def rounded_down(steps: Steps, outputs: tuple[float, float], spacing: float) -> 
 
 
 def is_exact(
-    *,
-    clip: str,
-    clip_norm: float,
-    batch_clip_norm: float | None,
-    adjacency: str,
-    shows_sums: bool,
+    *, clip: str, clip_norm: float, batch_clip_norm: float | None, adjacency: str, shows_sums: bool
 ) -> bool:
     """Whether the proposition covers a run; `batch_clip_norm` is that of its least noisy block.
 

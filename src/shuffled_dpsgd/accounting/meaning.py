@@ -23,14 +23,7 @@ import numpy as np
 from shuffled_dpsgd.accounting.together import claim_together
 from shuffled_dpsgd.core.claim import Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
-from shuffled_dpsgd.core.pld import (
-    DeltaCurve,
-    compose,
-    directions,
-    frame_for,
-    lattices_for,
-    price,
-)
+from shuffled_dpsgd.core.pld import DeltaCurve, compose, directions, frame_for, lattices_for, price
 
 FALSE_POSITIVE_RATES = (0.01, 0.001)
 GROUP_SIZES = (2, 4, 8)

@@ -90,17 +90,12 @@ def compare_units(
     check_delta(delta)
     rows = expected_units * records_per_unit
     units = calibrate_certified(
-        epsilon=epsilon,
-        delta=delta,
-        sampling_prob=expected_units / num_units,
-        num_steps=num_steps,
+        epsilon=epsilon, delta=delta, sampling_prob=expected_units / num_units, num_steps=num_steps
     ).noise_multiplier
 
     def priced(noise: float) -> float:
         run = SampledGaussian(
-            noise_multiplier=noise,
-            sampling_prob=min(1.0, rows / num_records),
-            num_steps=num_steps,
+            noise_multiplier=noise, sampling_prob=min(1.0, rows / num_records), num_steps=num_steps
         )
         return price(run, delta, CALIBRATION_ERROR, records=most_owned)
 

@@ -105,11 +105,7 @@ class CanaryRun:
         count = setting.num_gradient_canaries
         self.private = private = target.start(len(target.data) + setting.num_input_canaries)
         self._inputs = plant(
-            setting.input_canary,
-            target.data,
-            setting.num_input_canaries,
-            self._rng,
-            private.model,
+            setting.input_canary, target.data, setting.num_input_canaries, self._rng, private.model
         )
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
         self._data = Extended(target.data, self._inputs)

@@ -14,13 +14,7 @@ import numpy as np
 from shuffled_dpsgd.auditing.estimators import ScorePair, claim_trade_off, roc
 from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.verdict import AuditReport
-from shuffled_dpsgd.reports.style import (
-    HEURISTIC,
-    MUTED,
-    PROVEN,
-    house_style,
-    save_drawing,
-)
+from shuffled_dpsgd.reports.style import HEURISTIC, MUTED, PROVEN, house_style, save_drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +48,7 @@ def draw(report: AuditReport) -> Figure:
             visible(grid), visible(1.0 - least), color=color, linestyle=dashes, linewidth=1.8
         )
     trade_off.set(
-        title="Trade-off",
-        xlabel="type I error (false alarms)",
-        ylabel="type II error (misses)",
+        title="Trade-off", xlabel="type I error (false alarms)", ylabel="type II error (misses)"
     )
     logarithmic.set(
         title="ROC, logarithmic",

@@ -57,11 +57,7 @@ class RecordingMechanism(ShuffledGaussianMechanism):
         self.norms: dict[str, torch.Tensor] = {}
 
     def privatize(
-        self,
-        sums: Mapping[str, torch.Tensor],
-        *,
-        key: bytes,
-        earlier: Sequence[bytes] = (),
+        self, sums: Mapping[str, torch.Tensor], *, key: bytes, earlier: Sequence[bytes] = ()
     ) -> dict[str, torch.Tensor]:
         self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
         self.norms = self.inner.privatize(sums, key=key, earlier=earlier)

@@ -55,11 +55,7 @@ class RunSetting:
     def __post_init__(self) -> None:
         check_kind(self.input_canary)
         check_fields(
-            self,
-            num_observations=20,
-            warmup_steps=0,
-            num_gradient_canaries=2,
-            num_input_canaries=0,
+            self, num_observations=20, warmup_steps=0, num_gradient_canaries=2, num_input_canaries=0
         )
 
 

@@ -20,8 +20,7 @@ Mode = Annotated[
     str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
 ]
 OtherRecords = Annotated[
-    bool,
-    typer.Option(help="one-run: without them canaries take part alone, the worst data set."),
+    bool, typer.Option(help="one-run: without them canaries take part alone, the worst data set.")
 ]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
 InputCanaries = Annotated[
@@ -32,13 +31,11 @@ FolderCanaries = Annotated[
     typer.Option(help="Records as canaries: 100, or none where the run counts in a budget."),
 ]
 InputCanary = Annotated[
-    str,
-    typer.Option(help="mislabelled or blank; for language models scrambled or new-token."),
+    str, typer.Option(help="mislabelled or blank; for language models scrambled or new-token.")
 ]
 
 Model = Annotated[
-    str | None,
-    typer.Option(help="As `inspect` takes it; with random weights, on random records."),
+    str | None, typer.Option(help="As `inspect` takes it; with random weights, on random records.")
 ]
 ClipNorm = Annotated[float, typer.Option(help="c, the bound under test.")]
 NumRecords = Annotated[int, typer.Option(help="Records of the batch that is replayed.")]

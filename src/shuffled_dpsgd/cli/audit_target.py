@@ -18,11 +18,7 @@ NUM_LABELS = 10
 
 
 def chosen_config(
-    path: Path | None,
-    *,
-    seed: int,
-    privacy: Mapping[str, object],
-    training: Mapping[str, object],
+    path: Path | None, *, seed: int, privacy: Mapping[str, object], training: Mapping[str, object]
 ) -> RunConfig:
     """The file's configuration, or the digits default, with the given values that are not None.
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -32,13 +33,14 @@ def links_in(text: str) -> list[str]:
 
 
 def anchors_in(text: str) -> set[str]:
-    """The fragments that GitHub makes of a page's headings.
+    """The fragments that GitHub and the site both make of a page's headings.
 
-    >>> sorted(anchors_in("## What it's `for`\\n### A-b c"))
+    >>> sorted(anchors_in("## What it's `for`\\n### A-b c\\n## Over ε"))
     ['a-b-c', 'what-its-for']
     """
     heads = re.findall(r"^#+ +(.+)$", FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    github = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return github & {slugify(head, "-") for head in heads}
 
 
 def broken(page: Path, root: Path = ROOT) -> list[str]:

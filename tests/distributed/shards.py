@@ -782,18 +782,23 @@ def _counted_noise() -> Iterator[list[int]]:
 
 
 def run_page(code: str) -> tuple[int, bool]:
-    """The page's code on sharded models, with what its reader has; steps taken, and an end."""
+    """The page's code with what its reader has; steps taken, and whether rank 0 alone evaluated."""
     case = CASES["gpt2"](torch.float32)
     model, evaluated = case.make(), []
     names: dict[str, Any] = {
         "torch": torch,
         "model": model,
+        "block": model,
         "data": case.data,
         "per_sample_loss": case.loss,
         "evaluate": lambda model: evaluated.append(model(case.data[0]["input_ids"][None]).logits),
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
         "launched": launched,
         "make_private": make_private,
     }
     exec(compile(code, "distributed.md", "exec"), names)
-    names["private"].close()
-    return names["private"].steps_taken, bool(evaluated) == (names["private"].world.rank == 0)
+    private = names["private"]
+    private.close()
+    expected = private.world.rank == 0 and "evaluate(" in code
+    return private.steps_taken, bool(evaluated) == expected

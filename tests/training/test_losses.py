@@ -135,8 +135,12 @@ def test_what_trains_nothing_passes() -> None:
     assert private.ledger.spent == 4
     assert other.weight.grad is not None
     assert torch.autograd.backward is original
+    # Nor is the compiler left off, where a batch is compared when the next one begins.
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_baseline_engine_and_compiled_models_are_looked_at_too(compiled: bool) -> None:
     torch._dynamo.reset()
@@ -219,3 +223,101 @@ def test_a_sum_that_is_scaled_is_another_clip_and_said(way: str) -> None:
             WAYS[way](private, plain(private.model, batch) / 4)
         private.step()
     assert private.ledger.spent == 1
+
+
+# --- whether it is the one that was handed over --------------------------------------------------
+
+
+def mixed(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(0.5 * batch.x + 0.5 * batch.x.flip(0))
+    return F.cross_entropy(logits, batch.y, reduction="none")
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    losses = plain(model, batch)
+    return losses / losses.detach().mean()
+
+
+def ranked(model: nn.Module, batch: Any) -> Tensor:
+    losses = plain(model, batch)
+    return losses * (1 + 0.04 * losses.detach().argsort().argsort() / len(losses))
+
+
+def of_the_same_value(model: nn.Module, batch: Any) -> Tensor:
+    losses = plain(model, batch)
+    return losses + 10 * batch.x.mean().abs() * (losses - losses.detach())
+
+
+NOT_COMPARED = "not checked: that the loss trained on is the one handed over"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("trained", [mixed, centred, ranked, of_the_same_value])
+def test_a_loop_that_trains_on_another_loss_is_stopped(trained: Any, dropout: float) -> None:
+    private = start(mlp(dropout), loss=plain)
+    with pytest.raises(InvalidArgumentError, match="away from those of loss="):
+        go(private, trained)
+    assert private.ledger.spent == 0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_loss_that_was_handed_over_is_compared(
+    dropout: float, half: bool, reduction: str
+) -> None:
+    loss = plain if reduction == "sum" else mean
+    private = start(mlp(dropout), loss=loss, check_rate=1.0, loss_reduction=reduction)
+
+    def trained(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            return loss(model, batch)
+
+    go(private, lambda *of: (private.card(), trained(*of))[1])
+    assert private.ledger.spent == 4
+    assert NOT_COMPARED not in str(private.card())
+
+
+def with_draws(model: nn.Module, batch: Any) -> Tensor:
+    torch.randperm(5)
+    return plain(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("trained", "way", "why"),
+    [
+        (with_draws, "private.backward", "draw other random numbers"),
+        (plain, "losses.sum().backward", "a loss went backward by itself"),
+        (plain, "engine.backward", "a loss went backward by itself"),
+    ],
+)
+def test_what_cannot_be_compared_is_listed(trained: Any, way: str, why: str) -> None:
+    private = start(loss=plain, num_steps=1)
+    go(private, trained, WAYS[way])
+    line = next(line for line in str(private.card()).splitlines() if NOT_COMPARED in line)
+    assert why in line
+
+
+def test_a_model_that_is_another_when_run_again_is_listed() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) * (1.5 if torch.is_grad_enabled() else 1.0)
+
+    private = start(Counting(), loss=plain)
+    go(private, plain)
+    assert "something else when it is run once more" in str(private.card())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_is_listed() -> None:
+    torch._dynamo.reset()
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager")
+    private = start(model, loss=plain)
+    go(private, lambda _, batch: plain(compiled, batch))
+    assert "could be followed" in str(private.card())

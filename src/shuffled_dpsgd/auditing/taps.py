@@ -119,7 +119,7 @@ def train(
         if on_progress is not None:
             on_progress(private.steps_taken, private.plan.num_steps)
 
-    private.use_loss(losses)
+    private.use_loss(losses, is_trained_on=True)
     stop = private.on_update(observe)
     for batch in private.batches(data, num_steps=num_steps, collate=collate):
         private.backward(losses(private.model, batch))

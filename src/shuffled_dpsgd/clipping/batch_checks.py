@@ -138,6 +138,8 @@ class BatchChecks:
 
     def _end_forward(self) -> None:
         """The forward is over, by its end or by an error of the model's own."""
+        if self.is_running:  # One of a check, before the forward that is waited for.
+            return
         self._compilers.close()
         error = sys.exception()
         if isinstance(error, RuntimeError | ValueError | IndexError) and self.axis.shared:

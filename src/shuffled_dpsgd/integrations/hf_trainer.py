@@ -350,7 +350,7 @@ class DPTrainer(Trainer):
         warning = large_delta(private.plan)
         if warning is not None:
             warnings.warn(warning, UserWarning, stacklevel=2)
-        private.use_loss(self._losses_of_batch)
+        private.use_loss(self._losses_of_batch, is_trained_on=True)
         return private
 
     def _units(self) -> Units | None:

@@ -107,7 +107,7 @@ class LossGraph:
         self._model = model
         self._own = own
         self._inputs: list[Tensor] = []
-        self._ends: set[Edge] = set()
+        self.ends: dict[Edge, int] = {}
         self._rows: set[torch.Size] = set()
 
     def note_inputs(self, inputs: Iterable[Any]) -> None:
@@ -115,8 +115,8 @@ class LossGraph:
         self._inputs = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
 
     def note_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """A forward is over."""
-        self._ends = {edge_of(each) for each in outputs if each.grad_fn is not None}
+        """A forward is over; `ends` are its outputs that require gradients, with their places."""
+        self.ends = {edge_of(t): i for i, t in enumerate(outputs) if t.grad_fn is not None}
         self._rows = {each.shape[:1] for each in outputs}
 
     def look(self, losses: Sequence[Tensor]) -> None:
@@ -125,7 +125,7 @@ class LossGraph:
         Of a compiled model the outputs are not known, and a loss leads through it. Then only
         parameters of others are refused. Rows of the batch may require gradients.
         """
-        ends, inputs, rows = self._ends, self._inputs, self._rows
+        ends, inputs, rows = self.ends, self._inputs, self._rows
         reached, leaves = walk_back(map(edge_of, losses), ends)
         known = [*self._model.parameters(), *self._own()]
         if not reached and not {id(leaf) for leaf in leaves} & {id(each) for each in known}:
@@ -140,7 +140,7 @@ class LossGraph:
         for told in self.scales:
             told(partial(scale_of, losses[0], ends))
         # A graph holds activations.
-        self._ends, self._inputs = set(), []
+        self.ends, self._inputs = {}, []
 
 
 @contextmanager

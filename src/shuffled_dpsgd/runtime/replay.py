@@ -70,6 +70,11 @@ class Call:
             attention=allowed_kernels(),
         )
 
+    def cast(self) -> AbstractContextManager[Any]:
+        """The autocast that the call was made under."""
+        kind, enabled, dtype = self.autocast
+        return torch.autocast(kind, dtype=dtype, enabled=enabled)
+
     @property
     def has_numbers(self) -> bool:
         """Whether the loss came out of the model as one number for the whole batch."""
@@ -199,12 +204,11 @@ class Witness:
         Where weights are spread over processes, `pull` takes outputs and their gradients back to
         the parameters of all processes together, or `take` to those of this process alone.
         """
-        kind, enabled, dtype = call.autocast
         self._replaying = True
         try:
             with (
                 lifted,
-                torch.autocast(kind, dtype=dtype, enabled=enabled),
+                call.cast(),
                 torch.enable_grad(),
                 same_attention(call.attention),
                 without_a_trace(self._model),

@@ -138,7 +138,7 @@ def train(
     in_bf16 = settings.precision == "bf16"
     loss = _in_bf16(per_sample_loss, private.device) if in_bf16 else per_sample_loss
     shown = loss if settings.augment is None else _augmented(loss, settings.augment)
-    private.use_loss(shown)
+    private.use_loss(shown, is_trained_on=True)
     if settings.physical_batch == "find":
         find_physical_batch_size(private, records, shown, collate=settings.collate)
     _refuse_untrained(private)

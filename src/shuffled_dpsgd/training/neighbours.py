@@ -46,16 +46,21 @@ class NeighbourTests:
         self._loss: LossExchange | None = None
         self._made_of: tuple[Any, Any, bool] | None = None
         self._labels = LabelCheck(run.model)
+        # The releases there were when the latest batch was handed out.
+        self._tried_at = 0
 
-    def use_loss(self, loss: PerSampleLoss) -> None:
-        """Test this loss from here on."""
+    def use_loss(self, loss: PerSampleLoss, *, is_trained_on: bool) -> None:
+        """Test this loss from here on, and that it is what is trained on, unless it is known."""
         self._loss = LossExchange(
             self._run.model,
             loss,
             self._run.engine.lifted,
             turns=self._turns(),
+            witness=None if is_trained_on or self._run.is_sharded else self._run.witness,
             with_gradients=not self._run.is_sharded,
         )
+        if self._run.is_sharded and not is_trained_on:
+            self._loss.why_not_compared.add("weights are spread over processes")
 
     def use_loader(
         self, data: MapStyle, collate: Callable[[list[Any]], Any] | None, *, in_worker: bool
@@ -83,10 +88,17 @@ class NeighbourTests:
     def not_checked(self) -> tuple[str, ...]:
         """What the card lists among the assumptions because nobody has tried it."""
         reasons = [] if self._loss is not None else [NO_LOSS]
+        if self._loss is not None and self._run.ledger.spent > self._tried_at:
+            self._loss.note_unseen()
         if self._loss is not None and self._loss.why_not_padding:
             reasons.append(
                 "not checked: that the loss of a record does not depend on what it is padded to "
                 f"({self._loss.why_not_padding})"
+            )
+        if self._loss is not None and self._loss.why_not_compared:
+            reasons.append(
+                "not checked: that the loss trained on is the one handed over, whose records are "
+                f"tried ({'; '.join(sorted(self._loss.why_not_compared))})"
             )
         reasons += [] if self._loader is None else self._loader.not_checked
         return tuple(reasons)
@@ -136,6 +148,7 @@ class NeighbourTests:
                 self._try_loss(self._loss, drawn, batch)
 
     def _try_loss(self, loss: LossExchange, drawn: PhysicalBatch, batch: Any) -> None:
-        if self._loader is not None and drawn.size and self._run.ledger.spent == 0:
+        self._tried_at = self._run.ledger.spent
+        if self._loader is not None and drawn.size and self._tried_at == 0:
             loss.check_padding(self._loader.some_samples(drawn.part), self._loader.collate)
         loss.check(batch, drawn.rows, drawn.size * drawn.part.rows_per_sample)

@@ -172,7 +172,8 @@ class PrivateTraining:
         else:
             self._referee.witness = self._witness
             self._witness.wants.append(self._referee.wants)
-        (self._witness or engine.witness).losses.scales.append(self._check_scale)
+        self.witness = self._witness or engine.witness
+        self.witness.losses.scales.append(self._check_scale)
         self.referee = self.moving_clip.watched(self._referee)
         self._door = Door(
             names=(*self._trainable, *self.moving_clip.names),
@@ -466,9 +467,14 @@ class PrivateTraining:
         self._parts |= parts
         self._audited |= set(parts)
 
-    def use_loss(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Test on batches of the run that `loss(model, batch)` treats each record by itself."""
-        self._neighbours.use_loss(loss)
+    def use_loss(
+        self, loss: Callable[[Any, Any], torch.Tensor], *, is_trained_on: bool = False
+    ) -> None:
+        """Test on batches of the run that `loss(model, batch)` treats each record by itself.
+
+        And that it is what `backward` is given, unless the caller knows that it `is_trained_on`.
+        """
+        self._neighbours.use_loss(loss, is_trained_on=is_trained_on)
 
     def discard(self) -> None:
         """Drop what was accumulated since the last update; nothing of it has been released."""

@@ -60,13 +60,11 @@ class Moved:
 class ExchangeTest:
     """Compares what some records of a batch give among others; `draws` is where choices come from.
 
-    `num_watched` says how many records the latest test watched, and `seen` which they were and what
-    they gave in the batch as it was; None if numbers were drawn at random.
+    `num_watched` says how many records the latest test watched.
     """
 
     def __init__(self, model: nn.Module, draws: random.Random) -> None:
         self.num_watched = 0
-        self.seen: tuple[list[int], Observed] | None = None
         self._model = model
         self._draws = draws
         self._is_first = True
@@ -102,7 +100,6 @@ class ExchangeTest:
             found = trial.exchange(states, gradients)
         host_moved = states.of_others() != states.again().of_others()
         is_random = states.plain() != states.again().plain()
-        self.seen = None if is_random or trial.seen is None else (trial.kept, trial.seen)
         if found is None and not is_random:
             found = trial.leave_out(gradients)
         if found is None:

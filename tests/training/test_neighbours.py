@@ -179,7 +179,7 @@ def test_looks_that_time_has_cut_are_told(monkeypatch: Any) -> None:
     for collate, is_cut in ((RandomCrops(), True), (None, False)):
         private = start(mlp(), num_steps=1)
         run(private, vectors(count=RECORDS), collate=collate)
-        assert ("under 8 random numbers instead of 48" in str(private.card())) is is_cut
+        assert ("under 8 random numbers instead of 96" in str(private.card())) is is_cut
 
 
 class RandomCrops:

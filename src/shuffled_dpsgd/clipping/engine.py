@@ -63,7 +63,7 @@ class ClippingEngine:
         check_rate: The share of backwards, chosen at random, in which the batch is run once more
             with some of its records exchanged (see `checks/exchange.py`). The first batch of every
             kind is always checked. A rate of one checks every batch. Up to the default rate, checks
-            at random are made while all checks have taken half a percent of the time at most.
+            at random are made while all checks have taken 0.4 % of the time at most.
         sharding: How the model is spread over ranks, if it is. Every rank must then run as many
             batches as the others, and the sums are its own rows of the total over all ranks.
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
-from shuffled_dpsgd.clipping.checks.exchange import FIRST_LOOKS, MORE_LOOKS
+from shuffled_dpsgd.clipping.checks.exchange import MORE_LOOKS
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.runtime.random_states import (
     RandomStates,
@@ -35,6 +35,9 @@ from shuffled_dpsgd.training.layout import Part
 from shuffled_dpsgd.training.record_check import check_records_alone
 from shuffled_dpsgd.training.record_digest import same, same_row, shapes
 
+# Trials of the first part where numbers are drawn at random: twice as many as of a model, because a
+# collate is cheap, and may do to one row of ten what shows when another label becomes the commonest.
+_FIRST_LOOKS = 96
 # Trials of a later part where nothing is drawn at random.
 _FEW_TRIALS = 2
 _FEW_SAMPLES = 4
@@ -88,7 +91,7 @@ class LoaderCheck(Dataset[Any]):
         self._repeats = True
         self._why_no_records = ""
         # Under how many random numbers the first part was compared, where time ran out.
-        self._looks = FIRST_LOOKS
+        self._looks = _FIRST_LOOKS
         # Stages and kinds of parts of which no exchange could be compared.
         self._unseen: set[Hashable] = set()
         self._own = generators_in([loader.data, loader.collate], 4)
@@ -107,10 +110,10 @@ class LoaderCheck(Dataset[Any]):
             if not self._repeats:
                 why = "the same records, made twice under the same random numbers, differ"
             found.append(f"not checked: that a row of a batch is made of one record ({why})")
-        if self._looks < FIRST_LOOKS:
+        if self._looks < _FIRST_LOOKS:
             found.append(
                 "not checked as often as usual: that a row of a batch is made of one record (under "
-                f"{self._looks} random numbers instead of {FIRST_LOOKS}, as loading takes long)"
+                f"{self._looks} random numbers instead of {_FIRST_LOOKS}, as loading takes long)"
             )
         return found
 
@@ -221,7 +224,7 @@ class LoaderCheck(Dataset[Any]):
             wanted = 2 * (rows - 1).bit_length() if thorough else _FEW_TRIALS
             if tried.is_random:
                 slow = time.perf_counter() - began > _SECONDS
-                wanted = FIRST_LOOKS if thorough and not slow else MORE_LOOKS
+                wanted = _FIRST_LOOKS if thorough and not slow else MORE_LOOKS
             if done >= wanted:
                 if thorough and tried.is_random:
                     self._looks = min(self._looks, done)

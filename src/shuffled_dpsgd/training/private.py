@@ -427,8 +427,9 @@ class PrivateTraining:
     def _settle_referee(self) -> None:
         """Have the referee compare this batch, if it is due, before its inputs can change."""
         if self._referee.is_pending:
-            self._watch.check(self.steps_taken)
-            self._referee.settle()
+            with self.clock.part("checks"):
+                self._watch.check(self.steps_taken)
+                self._referee.settle()
 
     def step(self) -> bool:
         """Clip, batch clip, noise, update, shuffle; False until the logical batch is complete.

@@ -127,7 +127,7 @@ class LossGraph:
         """
         ends, inputs, rows = self.ends, self._inputs, self._rows
         reached, leaves = walk_back(map(edge_of, losses), ends)
-        known = [*self._model.parameters(), *self._own()]
+        known = [*self._model.parameters(), *self._own()] if leaves or inputs else []
         if not reached and not {id(leaf) for leaf in leaves} & {id(each) for each in known}:
             return
         leaves = leaves if reached else [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]

@@ -177,6 +177,27 @@ def test_labels_like_the_ids_of_the_first_batches_are_not_taken_for_ids(monkeypa
         assert private.ledger.spent == (0 if is_refused else 4)
 
 
+class Places(nn.Embedding):
+    """As of BART: it counts what it is given."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.arange(ids.shape[1]).expand(ids.shape))
+
+
+def test_embeddings_that_only_count_what_they_are_given_have_room_for_anything() -> None:
+    class Placed(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = Places(5, 6)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.words(ids) + self.places(ids))
+
+    private = start(model=Placed())
+    run(private, texts("ids", 11), of_each)
+    assert private.ledger.spent == 4
+
+
 def test_ids_inside_a_part_of_a_batch_are_known(monkeypatch: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return of_each(model, batch.x)

@@ -35,8 +35,8 @@ from shuffled_dpsgd.training.layout import Part
 from shuffled_dpsgd.training.record_check import check_records_alone
 from shuffled_dpsgd.training.record_digest import same, same_row, shapes
 
-# Trials of the first part where numbers are drawn at random: twice as many as of a model, because a
-# collate is cheap, and may do to one row of ten what shows when another label becomes the commonest.
+# Trials of the first part where numbers are drawn at random: twice as many as of a model, because
+# they are cheaper, and one row of ten may change only where another label becomes the commonest.
 _FIRST_LOOKS = 96
 # Trials of a later part where nothing is drawn at random.
 _FEW_TRIALS = 2

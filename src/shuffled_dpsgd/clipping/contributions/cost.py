@@ -13,8 +13,9 @@ launches per layer during the backward. Tiles are computed together and replayed
 Up to 4096 tokens a step waits for the host to make those launches. There each pair of blocks of
 tokens is multiplied once, as Gram matrices are symmetric.
 
-On a CPU a number costs far fewer operations, and Gram matrices are computed in float64 at twice the
-price.
+On a CPU a number costs far fewer operations. There one of the two Gram matrices, that of the
+narrower side, is computed in float64 at twice the price, and products this small run at four fifths
+of the speed of large ones.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
     """What each method costs a sample beyond one product g^T x: (Gram, tiles, instantiate)."""
     tiles = 2 * T * R * C
     if device == "cpu":
-        return 4 * T * T * (R + C), tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
+        gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
+        return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
     return gram, tiles, OPERATIONS_PER_NUMBER * R * C
 

@@ -193,6 +193,10 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     if T == 1:
         reach_B = reach(x_BTD, g_BTP, bias, torch.float64)
         return not_too_small(reach_B.square(), reach_B, dtype)
+    if x_BTD.device.type == "cpu" and dtype is torch.float32:
+        found_B = _factored_sq_norms(x_BTD, g_BTP, bias)
+        if found_B is not None:
+            return found_B
     on_cores = on_tensor_cores(x_BTD)
     products = inner_products if on_cores else exact_inner_products
     parts = []
@@ -206,6 +210,36 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     if on_cores:
         return above_cut_off(total_B, reach_B, stretch(x_BTD.shape[2]), stretch(g_BTP.shape[2]))
     return not_too_small(total_B, reach_B, dtype)
+
+
+def _factored_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor | None:
+    """The same with one Gram matrix instead of two: with X X^T = L L^T, ||G^T X|| = ||G^T L||.
+
+    X is the narrower side. Token t's row of L is as long as x_t, so that rounding G^T L to float32
+    costs a norm no more than rounding G^T X would. Repeated tokens make X X^T singular; its
+    diagonal is enlarged by what the rounding of it and of L can amount to (Demmel 1989), which errs
+    upwards. None where that saves nothing, and where tokens are not finite.
+    """
+    is_input = x_BTD.shape[2] <= g_BTP.shape[2]
+    narrow, wide = (x_BTD, g_BTP.float()) if is_input else (g_BTP, x_BTD.float())
+    B, T, D = narrow.shape
+    if D < T or not B:
+        return None
+    gram_BTT = exact_inner_products(narrow, narrow)
+    if bias and is_input:
+        gram_BTT += 1.0
+    diagonal_BT = gram_BTT.diagonal(dim1=1, dim2=2)
+    lengths_BT = diagonal_BT.sqrt()
+    diagonal_BT.mul_(1.0 + T * (T + D + 4) * 2.0**-52).clamp_(min=1e-200)
+    lower_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
+    if bool(failed_B.any()):
+        return None
+    squares_B = torch.bmm(lower_BTT.float().mT, wide).flatten(1).square().sum(1).double()
+    wide_BT = torch.linalg.vector_norm(wide, dim=2).double()
+    if bias and not is_input:
+        squares_B += lower_BTT.sum(1).square().sum(1)
+        wide_BT = (wide_BT.square() + 1.0).sqrt()
+    return not_too_small(squares_B, (wide_BT * lengths_BT).sum(1), torch.float32)
 
 
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:

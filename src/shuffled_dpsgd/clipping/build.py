@@ -19,29 +19,20 @@ from shuffled_dpsgd.clipping.rules.broadcast import BroadcastSlot, can_broadcast
 from shuffled_dpsgd.clipping.rules.generic import GenericSlot, is_container
 
 
-def canonical_names(model: nn.Module) -> dict[int, str]:
-    """id of each trainable parameter -> its first name in the model; tied ones share it."""
-    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-
-
 def build_slots(model: nn.Module, recorder: CaptureRecorder) -> list[Slot]:
     """A slot for every module that must book-keep, in the order of the tree; or a refusal."""
-    names = canonical_names(model)
+    # The first name of each trainable parameter; tied ones share it.
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     refusals.refuse_hooks(model)
     slots: list[Slot] = []
     for path, module, rule in _handled(model, "", names):
-        owned = _trainable(module, names, recurse=rule.takes_children)
+        held = module.named_parameters(recurse=rule.takes_children)
+        owned = {key: names[id(p)] for key, p in held if id(p) in names}
         slots.append(
             rule(index=len(slots), path=path, module=module, names=owned, recorder=recorder)
         )
     refusals.refuse_unreachable(names, slots)
     return slots
-
-
-def _trainable(module: nn.Module, names: dict[int, str], recurse: bool) -> dict[str, str]:
-    return {
-        key: names[id(p)] for key, p in module.named_parameters(recurse=recurse) if id(p) in names
-    }
 
 
 def _handled(

@@ -111,14 +111,14 @@ class CaptureRecorder:
     def _file(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
         """Keep a call for the end; a norm layer's only one, all its own, for one launch of many."""
         kept = batch.pending
-        is_alone = not slot.sharing.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
+        is_alone = not slot.is_shared and batch.calls[slot.index] == 1 and len(slot.names) == 2
         if type(capture) is UnsummedNorm and is_alone:
             kept.unsummed.append(Entry(slot, capture))
             kept.unsummed_bytes += capture.x_BTD.nbytes + capture.g_BTD.nbytes
             if kept.unsummed_bytes > _MOST_WAITING:
                 self.sum_early(kept)
         else:
-            kept.entries[slot.sharing.group].append(Entry(slot, capture))
+            kept.entries[slot.group].append(Entry(slot, capture))
 
     def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.

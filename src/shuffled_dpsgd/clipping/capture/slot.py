@@ -53,14 +53,6 @@ def unfolded(x: Tensor, size: int) -> Tensor:
     return x.reshape(size, len(x) // size, *x.shape[1:])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """A slot's group, and whether a parameter of the group is used in several places."""
-
-    group: int
-    shared: bool
-
-
 @dataclass(slots=True, eq=False)
 class InputLayout:
     """Where a slot's inputs have the batch, as the check of the batch axis found; it alone writes.
@@ -111,7 +103,8 @@ class Slot:
         self.handle = recorder.handle
         self.parameters = module._parameters
         self.plain = module.forward
-        self.sharing = Sharing(group=index, shared=False)
+        # Its group, and whether a parameter of that is used in several places; the group says so.
+        self.group, self.is_shared = index, False
         self.layout = InputLayout()
         # The cost rule: how norms are found, by the shape of a call.
         self.choose: cost.Chooser = cost.cheapest

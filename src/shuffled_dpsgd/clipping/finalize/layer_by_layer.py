@@ -64,7 +64,7 @@ class LayerByLayer(FinalizeSchedule):
         kept = batch.pending
         indices = {group.index for group in bucket}
         filed = [(group, kept.entries.get(group.index, [])) for group in bucket]
-        waiting = [entry for entry in kept.unsummed if entry.slot.sharing.group in indices]
+        waiting = [entry for entry in kept.unsummed if entry.slot.group in indices]
         return ManyLayers(
             [(group, entries) for group, entries in filed if entries],
             lambda: summed_norms(waiting),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.clipping.contributions.tied import joint_sq_norms
@@ -32,7 +32,7 @@ class LayerGroup:
         uses = sum(len(slot.names) for slot in slots)
         self.shared = len(slots) > 1 or uses > len(self.names)
         for slot in slots:
-            slot.sharing = Sharing(group=index, shared=self.shared)
+            slot.group, slot.is_shared = index, self.shared
 
     def sq_norms(self, parts: Sequence[Named], choose: cost.Chooser) -> Tensor:
         """(B,) squared norms of what the group's `parts` add up to, cross terms included."""

@@ -52,7 +52,7 @@ def _poisoned(device: torch.device, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def try_kernels(device: torch.device) -> None:
     """`triton.linear`, `triton.tiles`, `triton.sums` and `triton.norms`."""
-    from shuffled_dpsgd.clipping.kernels.triton import linear, norms, sums, tiles
+    from shuffled_dpsgd.clipping.kernels.triton import linear, norms, tiles
 
     x, g = _draw(device, SAMPLES, 37, 80), _draw(device, SAMPLES, 37, 144)
     exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
@@ -60,11 +60,7 @@ def try_kernels(device: torch.device) -> None:
     x, g = _draw(device, SAMPLES, 70, 72), _draw(device, SAMPLES, 70, 136)
     exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
     _expect_norms(tiles.tile_sq_norms([x], [g], True)[0], exact, 1e-3)
-    g, factors = _poisoned(device, g)
-    out = torch.ones(136, 72, device=device, dtype=torch.float32)
-    sums.weighted_outer_sums([x], [g], factors, [out])
-    exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
-    expect_close(out, exact, rtol=1e-5, what="sums")
+    _try_sums(x, g, 1e-5)
     x = 1 + _draw(device, SAMPLES, 37, 72, dtype=torch.float32)
     g = _draw(device, SAMPLES, 37, 72)
     found = norms.norm_sums([x], [g], 1e-5)
@@ -101,15 +97,22 @@ def try_gluon_sums(device: torch.device) -> None:
 
 def try_float32_products(device: torch.device) -> None:
     """`triton.linear`, `triton.tiles` and `triton.sums` with float32 operands."""
-    from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles
+    from shuffled_dpsgd.clipping.kernels.triton import linear, tiles
 
     floats = torch.float32
     x, clean = (_draw(device, SAMPLES, 70, width, dtype=floats) for width in (72, 136))
     exact = plain.tile_sq_norms(_wide(x), _wide(clean), True)
     _expect_norms(linear.gram_sq_norms([x], [clean], True)[0], exact, 2e-3)
     _expect_norms(tiles.tile_sq_norms([x], [clean], True)[0], exact, 1e-4)
-    g, factors = _poisoned(device, clean)
-    out = torch.ones(136, 72, device=device, dtype=floats)
+    _try_sums(x, clean, 2e-6)
+
+
+def _try_sums(x: Tensor, clean: Tensor, rtol: float) -> None:
+    """`triton.sums`, added to ones."""
+    from shuffled_dpsgd.clipping.kernels.triton import sums
+
+    g, factors = _poisoned(x.device, clean)
+    out = torch.ones(clean.shape[2], x.shape[2], device=x.device, dtype=torch.float32)
     sums.weighted_outer_sums([x], [g], factors, [out])
     exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
-    expect_close(out, exact, rtol=2e-6, what="sums")
+    expect_close(out, exact, rtol=rtol, what="sums")

@@ -74,6 +74,24 @@ def test_the_row_of_recurrent_layers_is_its_record() -> None:
         assert row[column] == "; ".join(parts)
 
 
+ENDS = ("", "@before")
+
+
+def test_the_row_of_plain_kernels_is_its_record() -> None:
+    path = FOLDER / "reports" / "2026-11-19-cpu-simpler.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    core = {
+        (entry["workload"], entry["adapter"]): statistics.median(entry["core_seconds"])
+        for entry in record["measurements"]
+    }
+    (row,) = (row for row in ROWS if path.name in row[8])
+    found = [
+        ", ".join(f"{core[name, 'plain' + at] / core[name, 'ours' + at]:.2f}" for at in ENDS)
+        for name in re.findall(r"`([a-z-]+-\d+x\d+)`", row[3])
+    ]
+    assert (row[1], row[4]) == (f"`{record['commit']}`", "; ".join(found))
+
+
 def test_the_comparison_with_opake_is_its_record() -> None:
     """In processor time, since the machine was busy with other programs."""
     path = FOLDER / "reports" / "2026-11-19-cpu-opake.json"

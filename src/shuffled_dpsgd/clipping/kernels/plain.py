@@ -25,14 +25,15 @@ ROUNDING_ULPS = 2.0
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 when any tensor is float64, else float32."""
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        return torch.float64
+    for tensor in tensors:
+        if tensor.dtype is torch.float64:
+            return torch.float64
     return torch.float32
 
 
 def widen(tensor: Tensor) -> Tensor:
     """`tensor` in the precision its sums are accumulated in."""
-    return tensor.to(accumulator_dtype(tensor))
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
 def above_cut_off(

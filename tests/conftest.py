@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import pytest
 import torch
 import typer.testing
 
@@ -30,3 +32,11 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what all modules hold: it took a tenth of the time of tests."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_runs() -> None:
+    """Forget the runs of other tests, which train on the same rows."""
+    succession = sys.modules.get("shuffled_dpsgd.training.succession")
+    if succession is not None:
+        succession._ON_ROWS.clear()

@@ -645,10 +645,10 @@ def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> N
     with usual.time.spent():
         now[0] += 1.0
     often.time.seconds = 1e9
-    now[0] = 199.0
+    now[0] = 249.0
     assert not usual.is_due("seen")
     assert usual.is_due("not seen")
-    now[0] = 201.0
+    now[0] = 251.0
     assert usual.is_due("seen")
     assert often.is_due("seen")
 

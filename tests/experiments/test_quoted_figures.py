@@ -501,15 +501,17 @@ def test_how_often_checks_find_what_was_planted_and_what_they_take() -> None:
     planted, healthy, cost = found["planted"], found["healthy"], found["cost"]
     assert healthy["false_alarms"] == []
     runs, kinds = planted["runs_of_each"], planted["kinds"]
-    small = cost["MLP of 6 inputs"]
+    small, larger = cost["MLP of 6 inputs"], cost["BERT of 4 layers"]
     sentences = (
         f"Of {runs} runs with each of {kinds} kinds of mixing that it was not written for, "
         f"{planted['found_in_all']:.2%} were stopped before the first release, at least "
         f"{runs - planted['most_missed_of_one_kind']} of each kind.",
         f"In {healthy['steps']:,} steps of {len(healthy['steps_of_each'])} healthy models, in "
         "float32 and bfloat16, none was.",
-        f"After the first release checks took {small['share_of_checks_in_later_steps']:.0%} of "
-        f"steps of {1000 * small['seconds_of_a_step']:.0f} ms, of a tiny MLP on a busy CPU",
+        f"as long as {larger['steps_that_checks_before_the_first_release_take']:.0f} steps of a "
+        f"BERT of 4 layers, of {larger['seconds_of_a_step']:.1f} s each.",
+        f"Of 10,000 such steps all checks take {larger['share_of_10000_steps_at_most']:.1%} at "
+        f"most; of a tiny MLP's, {small['share_of_10000_steps_at_most']:.0%}.",
     )
     for sentence in sentences:
         assert sentence in page("docs/checks.md")

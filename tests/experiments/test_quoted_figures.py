@@ -507,7 +507,7 @@ def test_how_often_checks_find_what_was_planted_and_what_they_take() -> None:
         f"{planted['found_in_all']:.2%} were stopped before the first release, at least "
         f"{runs - planted['most_missed_of_one_kind']} of each kind.",
         f"In {healthy['steps']:,} steps of {len(healthy['steps_of_each'])} healthy models, in "
-        "float32 and bfloat16, none was.",
+        "float32 and bfloat16, none was",
         f"as long as {larger['steps_that_checks_before_the_first_release_take']:.0f} steps of a "
         f"BERT of 4 layers, of {larger['seconds_of_a_step']:.1f} s each.",
         f"Of 10,000 such steps all checks take {larger['share_of_10000_steps_at_most']:.1%} at "

@@ -23,9 +23,10 @@ def caption(curves: Sequence[Curves]) -> str:
     """What stands under the figure."""
     return (
         f"{statement(curves)} Mean over seeds, bands from the {BAND[0]}th to the {BAND[1]}th "
-        "percentile, on held-out test sets. DP-SGD is compared on the line between its points. A "
-        "hollow mark is where the claim would put the best point. Certified ε credits the shuffle "
-        "with nothing, and no accountant that knows only clip, sampling rate, noise and steps can "
+        "percentile, on held-out test sets. Both methods have the same model, batch, steps "
+        "and clip c. DP-SGD is compared on the line between its points. A hollow "
+        "mark is where the claim would put the best point. Certified ε credits the shuffle with "
+        "nothing, and no accountant that knows only clip, sampling rate, noise and steps can "
         "prove less. No ε covers the tuning of learning rates, which was the same for both sides."
     )
 

@@ -106,7 +106,7 @@ def show(curves: Sequence[Curves]) -> Exhibit:
         title=TITLE,
         origin=f"From {'; '.join(made)}.",
         rows=tuple(row for each in curves for row in _rows(each)),
-        notes=(statement(curves),),
+        notes=(statement(curves), "± is one standard error of the difference."),
     )
 
 

@@ -217,31 +217,41 @@ def test_no_verdict_is_given_where_hardly_anything_was_learnt() -> None:
         records = [made_up(SMALL, point, certified=8.0, score=score, seed=seed) for seed in seeds]
         curves = curves_of(SMALL, plain + records)
         assert [each.verdict for each in curves.comparisons()] == [verdict]
-        assert ("so no verdict is given" in statement([curves])) == (score == 0.3)
+        assert ("no verdict" in statement([curves])) == (score == 0.3)
 
 
-def test_a_committed_cell_comes_out_again() -> None:
-    """Its noise, its first losses and its score; other processors may round the losses apart."""
+@pytest.mark.parametrize("point", [Point(epsilon=0.5, batch_clip_ratio=10.0), POINT])
+def test_a_committed_cell_comes_out_again(point: Point) -> None:
+    """Its noise, its first losses and its score; other processors may round the losses apart.
+
+    A certified cell has its noise from a calibration that has come closer to its target since.
+    """
     committed = cells_of(WORKLOAD, ROOT / "results").read()
     record = next(
         each
         for each in committed
-        if each["stage"] == "figure" and each["batch_clip_ratio"] == 10.0 and each["seed"] == 100
+        if each["stage"] == "figure" and point_of(each) == point and each["seed"] == 100
     )
     assert record["streams"] == STREAM_VERSION
     again = run_cell(
         WORKLOAD,
         WORKLOAD.load(None),
-        point_of(record),
+        point,
         stage="figure",
         rate=record["learning_rate"],
         seed=record["seed"],
     )
     assert again is not None
-    exact = ("data", "initial_weights", "settings", "noise_multipliers", "dimensions")
+    exact = ("data", "initial_weights", "settings", "dimensions")
     assert {key: again[key] for key in exact} == {key: record[key] for key in exact}
+    if point.is_paper:
+        assert again["noise_multipliers"] == record["noise_multipliers"]
+    else:
+        assert again["certified_epsilon"] <= point.epsilon
+    for key in ("noise_multipliers", "certified_epsilon"):
+        closest = 1e-9 if point.is_paper else 1e-3
+        assert again[key] == pytest.approx(record[key], rel=closest)
     assert again["first_losses"] == pytest.approx(record["first_losses"], rel=1e-3)
-    assert again["certified_epsilon"] == pytest.approx(record["certified_epsilon"], rel=1e-9)
     # Of 360 images, those on the edge between two classes may change sides.
     assert again["accuracy"]["test"] == pytest.approx(record["accuracy"]["test"], abs=5 / 360)
 
@@ -297,13 +307,13 @@ def test_a_point_below_the_curve_is_found_below_it() -> None:
     assert {each.verdict for each in found} == {"below DP-SGD"}
     at_ten = next(each for each in found if each.point.batch_clip_ratio == 10.0)
     assert at_ten.at_the_claim == pytest.approx(100 * (accuracy(10) - 0.15 - accuracy(1)), abs=3)
-    assert "5 lie below, 0 above" in statement([curves])
+    assert "5 of its 5 points are below, 0 above, and 0 within" in statement([curves])
 
 
 def test_a_gain_is_reported_as_well() -> None:
     curves = curves_of(SMALL, whole(SMALL, loss=-0.15))
     assert {each.verdict for each in curves.comparisons()} == {"above DP-SGD"}
-    assert "0 lie below, 5 above" in statement([curves])
+    assert "0 of its 5 points are below, 5 above, and 0 within" in statement([curves])
 
 
 def test_no_difference_is_claimed_within_two_errors() -> None:
@@ -315,8 +325,30 @@ def test_no_difference_is_claimed_within_two_errors() -> None:
         records = [
             made_up(SMALL, point, certified=8.0, score=score, seed=seed) for seed in (100, 101, 102)
         ]
-        (found,) = curves_of(SMALL, plain + records).comparisons()
+        curves = curves_of(SMALL, plain + records)
+        (found,) = curves.comparisons()
         assert found.verdict == verdict
+        most = f"{found.difference + 2 * found.error:+.1f}".replace("-", "−")
+        assert f"and to {most} with two standard errors added)." in statement([curves])
+
+
+def test_points_that_learnt_hardly_anything_are_left_out_of_the_count() -> None:
+    little = SMALL.points()[-1]
+    records = [
+        each | {"accuracy": {"test": 0.12 + 0.001 * each["seed"] % 3}}
+        if each["stage"] == "figure" and point_of(each) == little
+        else each
+        for each in whole(SMALL, loss=0.15)
+    ]
+    said = statement([curves_of(SMALL, records)])
+    assert "4 of its 4 points are below" in said
+    assert "; 1 more learnt less than a quarter of DP-SGD's best lead on guessing." in said
+
+
+def test_a_point_stands_for_the_largest_epsilon_of_its_runs() -> None:
+    runs = [made_up(SMALL, POINT, certified=e, seed=s) for s, e in ((100, 0.499), (101, 0.4995))]
+    (found,) = curves_of(SMALL, runs).measured
+    assert found.certified_epsilon == 0.4995
 
 
 def test_a_point_of_one_seed_is_not_drawn() -> None:

@@ -382,6 +382,18 @@ def test_pages_fit_phones_and_desks_and_ask_nothing(
         assert light == (scheme == "light"), each
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_colours_follow_the_system_when_a_reader_comes_back(site: Path, tmp_path: Path) -> None:
+    found = []
+    with served(site) as address:
+        for scheme in SCHEMES:
+            page = f"{address}/index.html"
+            shown = browse("--dump-dom", page, folder=tmp_path, scheme=scheme).stdout
+            found += re.findall(r'<body[^>]* data-md-color-scheme="(\w+)"', shown)
+    assert found == ["default", "slate"]
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server of the folder, for as long as one is inside."""

@@ -95,13 +95,14 @@ def test_the_verb_writes_the_page(folders: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_curves_are_drawn_and_fit(folders: list[Path], tmp_path: Path, width: int) -> None:
     runs = [replace(run, name=name) for run, name in zip(read_runs(folders), "ab", strict=True)]
-    # A tap shows the values of all runs at the step under the finger.
+    # The last values stand there; a tap shows those of all runs at the step under the finger.
     script = """<script>
       const curve = document.querySelector("svg"), box = curve.getBoundingClientRect();
-      curve.dispatchEvent(new PointerEvent("pointerdown", {clientX: box.right - 4}));
-      const said = document.querySelector(".read").textContent;
+      const read = document.querySelector(".read"), first = read.textContent;
+      curve.dispatchEvent(new PointerEvent("pointerdown", {clientX: box.left + box.width / 3}));
       const drawn = document.querySelectorAll("polyline").length === 8;
-      const right = drawn && said === "a: 0.9000 at step 9 · b: 0.9000 at step 9";
+      const right = drawn && first === "a: 0.9000 at step 9 · b: 0.9000 at step 9"
+        && read.textContent === "a: 0.3000 at step 3 · b: 0.3000 at step 3";
       document.body.style.backgroundColor = right ? "rgb(1, 2, 3)" : "red";
     </script></body>"""
     page = comparison_page(runs).replace("</body>", script)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.reports.page import PARTS, page
+from shuffled_dpsgd.reports.page import PARTS, breakable, page
 from shuffled_dpsgd.reports.records import MetricsLog, StepRecord
 from shuffled_dpsgd.reports.run_report import PRIVATE_METRICS_WARNING, flatten
 from shuffled_dpsgd.reports.style import BLUE, GREEN, ORANGE, PURPLE, RED
@@ -126,7 +126,7 @@ def _table(rows: Sequence[tuple[str, Sequence[str]]], runs: Sequence[ComparedRun
     marks = zip(runs, _colours(runs), strict=True)
     heads = "".join(f'<th style="color:{c}">{escape(run.name)}</th>' for run, c in marks)
     lines = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        f"<tr><th>{breakable(name)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
         for name, values in rows
     )
     return f"<table><tr><th></th>{heads}</tr>{lines}</table>"

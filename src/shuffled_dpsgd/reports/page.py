@@ -34,11 +34,15 @@ def table(rows: list[tuple[str, str]]) -> str:
     return f"<table>{''.join(_row(name, value) for name, value in rows)}</table>"
 
 
+def breakable(name: str) -> str:
+    """The name escaped; its line may break after a dot or an underscore."""
+    return re.sub(r"([._])", r"\1<wbr>", escape(name))
+
+
 def _row(name: str, value: str) -> str:
-    """A name may break after a dot or an underscore; a short value stays on one line."""
-    breakable = re.sub(r"([._])", r"\1<wbr>", escape(name))
+    """A short value stays on one line."""
     kind = ' class="short"' if len(value) <= SHORT else ""
-    return f"<tr><th>{breakable}</th><td{kind}>{escape(value)}</td></tr>"
+    return f"<tr><th>{breakable(name)}</th><td{kind}>{escape(value)}</td></tr>"
 
 
 def card_fragment(card: PrivacyCard) -> str:

@@ -342,12 +342,23 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     private = start(file)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fails)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(CheckpointError, match=r"b\.json: could not be written \(No space"):
             run(private, mlp_case())
     assert private.ledger.spent == 0
     assert file.path.read_bytes() == before
     run(start(file), mlp_case())
     assert len(file.read().runs) == 2
+
+
+def test_a_file_made_read_only_refuses_further_runs_and_no_reader(file: BudgetFile) -> None:
+    run(start(file), mlp_case())
+    file.path.chmod(0o444)
+    before, private = file.path.read_bytes(), start(file)
+    with pytest.raises(CheckpointError, match=r"b\.json: could not be written \(it is read-only"):
+        run(private, mlp_case())
+    assert private.ledger.spent == 0
+    assert file.path.read_bytes() == before
+    assert len(file.read().runs) == 1
 
 
 def test_a_budget_is_never_overwritten_and_keeps_its_mode(file: BudgetFile) -> None:

@@ -235,12 +235,28 @@ class BudgetFile:
         return self._change(lambda now: replace(now, data=(*now.data, mark)))
 
     def _change(self, edit: Callable[[Account], Account]) -> Account:
-        with self._locked():
-            before = self.read()
-            after = edit(before)
-            if after != before:
-                self._write(after, mode=self.path.stat().st_mode & 0o777)
-            return after
+        """Replace the file by an edited one.
+
+        Raises:
+            CheckpointError: it is missing, damaged, read-only, or could not be written.
+        """
+        try:
+            with self._locked():
+                before = self.read()
+                after = edit(before)
+                if after != before:
+                    mode = self.path.stat().st_mode & 0o777
+                    # Replacing a file asks for no leave to write it.
+                    if not mode & 0o222 or not os.access(self.path, os.W_OK):
+                        raise PermissionError("it is read-only")
+                    self._write(after, mode=mode)
+                return after
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(
+                f"{self.path}: could not be written ({reason}), and no run goes on uncounted; make "
+                "the file and its folder writable, or make room"
+            ) from error
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -42,6 +42,9 @@ from shuffled_dpsgd.tasks.data.loading import Splits
 from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, continuation_labels
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.budget import BudgetFile
+from shuffled_dpsgd.training.private import PrivateTraining
+from training.cases import mlp_case
+from training.test_units import IDS, private_run
 
 
 def data(size: int = 300) -> TensorDataset:
@@ -113,6 +116,40 @@ def test_steps_that_share_noise_or_draws_are_refused_before_anything_is_spent(
     with pytest.raises(InvalidArgumentError, match=r"draws of their own|largest_batch"):
         audit(aimed, setting)
     assert not file.read().runs
+
+
+def of_units(noise: float, *, planned: float | None = None) -> AuditTarget:
+    """Seven units of forty records; with `planned` that noise is claimed and `noise` is added."""
+    case = mlp_case(torch.float32)
+
+    def start(size: int) -> PrivateTraining:
+        private = private_run(
+            case, case.make(), dataset_size=size, num_steps=12, noise_multiplier=planned or noise
+        )
+        if planned is not None:
+            block = replace(private.plan.blocks[0], noise_multiplier=noise)
+            private.mechanism.plan = replace(private.plan, blocks=(block,))
+        return private
+
+    return AuditTarget(start=start, data=case.data, losses=case.loss, num_units=len(set(IDS)))
+
+
+@pytest.mark.parametrize("planned", [None, 4.0])
+def test_units_are_audited_by_canaries_that_stand_for_units(planned: float | None) -> None:
+    setting = RunSetting(num_gradient_canaries=50, num_input_canaries=0)
+    report = audit_one_run(of_units(1.0, planned=planned), setting)
+    (certified,) = (each for each in report.verdicts if each.claim.kind == "proven")
+    assert certified.refuted == (planned is not None)
+    assert certified.strongest_attack == "noise of every step (gradient)"
+    assert certified.strongest_bound > 0.5
+    assert "every canary stands for a unit, all of its records together" in report.notes
+    assert report.claims[0].inputs["sampling_prob"] == 5 / 9
+
+
+@pytest.mark.parametrize("audit", [audit_one_run, audit_steps])
+def test_copies_of_records_are_no_units(audit: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="units: expected gradient canaries alone"):
+        audit(of_units(1.0), RunSetting(num_gradient_canaries=20, num_input_canaries=1))
 
 
 @pytest.mark.slow

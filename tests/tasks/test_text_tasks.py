@@ -14,6 +14,7 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
+from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.data.loading import Continuation, read_texts
 from shuffled_dpsgd.tasks.run import execute, prepare
 from shuffled_dpsgd.tasks.start import start_private
@@ -189,6 +190,8 @@ def test_a_file_says_whose_a_record_is(tmp_path: Path) -> None:
         private.backward(task.losses(task.model, batch))
         private.step()
     assert private.ledger.spent == 2
+    audited = target_of(changed, task)
+    assert (audited.size, audited.start(audited.size).units) == (6, task.units)
     with pytest.raises(InvalidArgumentError, match=r"privacy\.records_per_unit"):
         start_private(changed, task.model, dataset_size=6)
 

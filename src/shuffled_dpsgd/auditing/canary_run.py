@@ -103,15 +103,15 @@ class CanaryRun:
         self._target, self._rng = target, np.random.default_rng([setting.seed, 4])
         self.input_name = f"{setting.input_canary} input"
         count = setting.num_gradient_canaries
-        self.private = private = target.start(len(target.data) + setting.num_input_canaries)
+        self.private = private = target.start(target.size + setting.num_input_canaries)
         self._inputs = plant(
             setting.input_canary, target.data, setting.num_input_canaries, self._rng, private.model
         )
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
         self._data = Extended(target.data, self._inputs)
-        left_out = len(target.data) + np.flatnonzero(~self._inputs_in)
+        left_out = target.size + np.flatnonzero(~self._inputs_in)
         if not setting.other_records:
-            left_out = np.concatenate([np.arange(len(target.data)), left_out])
+            left_out = np.concatenate([np.arange(target.size), left_out])
         self._left_out = left_out
         private.audit_with(sampler=Leaving(private.sampler, left_out))
         plan = private.plan
@@ -232,7 +232,8 @@ class CanaryRun:
 
     def notes(self) -> tuple[str, ...]:
         """How well the adversary followed the shuffle, and why steps could not be read singly."""
-        found = []
+        whole = "every canary stands for a unit, all of its records together"
+        found = [whole] if self.private.plan.records_per_unit else []
         if self._shuffle.true is not None:
             share = f"{self.recovered:.1%}"
             found.append(f"re-alignment along the run recovered {share} of the permuted positions")

@@ -22,7 +22,12 @@ from shuffled_dpsgd.auditing.model_attacks import record_attack, step_attacks
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import reach_of
 from shuffled_dpsgd.auditing.taps import OnProgress, refuse_shared_steps, train, trainable
-from shuffled_dpsgd.auditing.target import AuditTarget, RunSetting, count_in_budget
+from shuffled_dpsgd.auditing.target import (
+    AuditTarget,
+    RunSetting,
+    count_in_budget,
+    refuse_copies,
+)
 from shuffled_dpsgd.auditing.verdict import (
     ESTIMATORS,
     Attack,
@@ -52,7 +57,8 @@ def audit_steps(
     definition, so a claim refuted there is refuted.
     """
     started = time.perf_counter()
-    private = target.start(len(target.data))
+    refuse_copies(target, setting)
+    private = target.start(target.size)
     plan = private.plan
     refuse_shared_steps(plan)
     steps = min(setting.warmup_steps, plan.num_steps)
@@ -101,6 +107,7 @@ def audit_one_run(
 ) -> AuditReport:
     """Train once with canaries, to the end of the plan, and let every threat model guess them."""
     started = time.perf_counter()
+    refuse_copies(target, setting)
     run = CanaryRun(target, setting)
     plan = run.private.plan
     steps = plan.num_steps if setting.other_records else 0

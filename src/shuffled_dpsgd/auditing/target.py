@@ -23,7 +23,8 @@ class AuditTarget:
     """What is audited: how to start a fresh run on a data set of a given size, and its records.
 
     `start_plain` starts the same run with neither clip nor noise, which membership is compared
-    with. `budget` is the file in which an audit of these records counts itself.
+    with. `budget` is the file in which an audit of these records counts itself. Where units of
+    several records are drawn, `num_units` is how many there are.
     """
 
     start: Callable[[int], PrivateTraining]
@@ -32,6 +33,12 @@ class AuditTarget:
     losses: PerSampleLoss
     collate: Callable[[list[Any]], Any] | None = None
     budget: str | None = None
+    num_units: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many may be drawn: records, or units."""
+        return len(self.data) if self.num_units is None else self.num_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,19 @@ def refuse_budget(budget: str | None, shown: str) -> None:
     require(budget is None, "budget", "none for what is shown without noise", budget, remedy)
 
 
+def refuse_copies(target: AuditTarget, setting: RunSetting) -> None:
+    """Records as canaries are refused where they are no units, or no budget covers their losses."""
+    name = "units" if target.num_units is not None else "budget" if target.budget else ""
+    if name and setting.num_input_canaries:
+        raise InvalidArgumentError(
+            name,
+            expected="gradient canaries alone",
+            got=f"{setting.num_input_canaries} input canaries",
+            remedy="a copy of a record is no unit, and what it shows has no noise: leave them out "
+            "with --input-canaries 0",
+        )
+
+
 def count_in_budget(
     target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
 ) -> Callable[[], object]:
@@ -72,17 +92,7 @@ def count_in_budget(
 
     What it returns is called when the run has ended.
     """
-    if target.budget is None:
-        return lambda: None
-    if setting.num_input_canaries:
-        raise InvalidArgumentError(
-            "budget",
-            expected="gradient canaries alone",
-            got=f"{setting.num_input_canaries} input canaries",
-            remedy="what copies of records show has no noise: leave them out with "
-            "--input-canaries 0",
-        )
-    if not steps:
+    if target.budget is None or not steps:
         return lambda: None
     file = BudgetFile(target.budget)
     salt = file.read().salt

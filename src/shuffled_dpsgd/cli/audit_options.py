@@ -28,7 +28,7 @@ InputCanaries = Annotated[
 ]
 FolderCanaries = Annotated[
     int | None,
-    typer.Option(help="Records as canaries: 100, or none where the run counts in a budget."),
+    typer.Option(help="Records as canaries: 100; none where a run draws units or has a budget."),
 ]
 InputCanary = Annotated[
     str, typer.Option(help="mislabelled or blank; for language models scrambled or new-token.")

@@ -74,7 +74,8 @@ def target_of(config: RunConfig, task: Task) -> AuditTarget:
     plain = replace(config, privacy=replace(uncounted.privacy, **WITHOUT_PRIVACY))
 
     def start(chosen: RunConfig, dataset_size: int) -> PrivateTraining:
-        return start_private(chosen, copy.deepcopy(task.model), dataset_size=dataset_size)
+        model = copy.deepcopy(task.model)
+        return start_private(chosen, model, dataset_size=dataset_size, units=task.units)
 
     return AuditTarget(
         start=partial(start, uncounted),
@@ -83,6 +84,7 @@ def target_of(config: RunConfig, task: Task) -> AuditTarget:
         losses=task.losses,
         collate=task.collate,
         budget=config.privacy.budget,
+        num_units=None if task.units is None else len(task.units),
     )
 
 
@@ -96,8 +98,8 @@ def audit_folder(
 ) -> tuple[AuditReport, PrivacyCard]:
     """Audit the run in `directory`; the report, and the run's card with the bounds on it.
 
-    With `spare_budget` no records are canaries where the run counts in a budget, which cannot cover
-    what their losses show.
+    With `spare_budget` no records are canaries where the run draws units, or counts in a budget,
+    which cannot cover what their losses show.
     """
     check_levels(delta=0.0, confidence=confidence)
     config = load_run(directory)
@@ -107,7 +109,7 @@ def audit_folder(
             f"`shuffled-dpsgd train --resume {directory}`"
         )
     old = read_card(directory)
-    if spare_budget and config.privacy.budget is not None:
+    if spare_budget and (config.privacy.budget or config.privacy.records_per_unit):
         setting = replace(setting, num_input_canaries=0)
     if describe_weights(directory / "model") != old.subject.get("weights"):
         raise CheckpointError(
@@ -116,7 +118,7 @@ def audit_folder(
         )
     task = build_task(config)
     check_data(directory, task.train_data)
-    first = target_of(config, task).start(len(task.train_data))
+    first = target_of(config, task).start(task.dataset_size)
     plan = first.plan
     first.close()
     if plan.uncertifiable:

@@ -15,7 +15,7 @@ def certified_claim(
     delta: float,
     adjacency: Adjacency = "add-remove",
 ) -> PrivacyClaim:
-    """The proven ε of a run: never below the exact one, and about 5e-5 of it above.
+    """The proven ε of a run: never below the exact one, and mostly about 5e-5 of it above.
 
     Holds for one release of any checkpoint and for the release of all of them. With
     `adjacency="replace-one"` both neighbouring data sets hold the example, with different values,

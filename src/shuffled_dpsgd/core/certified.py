@@ -22,7 +22,7 @@ CUT = "of a larger draw, largest_batch examples are kept, each choice of them eq
 
 
 def claim_for(mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
-    """The proven ε of a run: never below the exact one, and about `RELATIVE_ERROR` above it.
+    """The proven ε of a run: never below the exact one, mostly about `RELATIVE_ERROR` above it.
 
     Every step's output is assumed public. With adjacency "replace-one" both neighbouring data sets
     hold the example, with different values, and ε is larger.

@@ -34,7 +34,6 @@ from shuffled_dpsgd_experiments.frontier.workloads import (
     Workload,
 )
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
-from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.sweeps.table import (
     SweepRow,
@@ -252,8 +251,9 @@ def effort_lines(root: Path) -> list[str]:
     sums = [0, 0, 0, 0]
     for path in sorted((root / "sweeps").glob("*.toml")):
         records = root / "results" / path.stem
-        seeds = [len(row.scores) for row in rows_of(read_records(records))]
-        rates = tuned_rates_of(read_records(records, "tuning"))
+        runs = read_records(records)
+        seeds = [len(row.scores) for row in rows_of(runs)]
+        rates = tuned_rates_of(read_records(records, "tuning"), runs)
         if seeds:
             ends = sum(best in (min(tried), max(tried)) for best, tried in rates)
             found = [ends, len(rates), seeds.count(1), len(seeds)]
@@ -269,16 +269,16 @@ def effort_lines(root: Path) -> list[str]:
     return [*lines, _effort("frontier", [ends, len(points), single, len(points)])]
 
 
-def tuned_rates_of(trials: Sequence[dict[str, Any]]) -> list[tuple[float, list[float]]]:
-    """The best learning rate of every method that tuned it, and all that it tried."""
-    key, tried = "optimizer.learning_rate", dict[str, list[dict[str, Any]]]()
+def tuned_rates_of(
+    trials: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]
+) -> list[tuple[float, list[float]]]:
+    """The learning rate that the runs of every method took, and all that were tried for it."""
+    key, tried = "optimizer.learning_rate", dict[str, list[float]]()
     for record in trials:
         if key in record["tuned"]:
-            tried.setdefault(record["method"], []).append(record)
-    return [
-        (max(each, key=merit)["tuned"][key], [record["tuned"][key] for record in each])
-        for each in tried.values()
-    ]
+            tried.setdefault(record["method"], []).append(record["tuned"][key])
+    taken = {record["method"]: record["tuned"].get(key) for record in runs}
+    return [(taken[method], rates) for method, rates in tried.items() if method in taken]
 
 
 def _effort(name: str, found: Sequence[int]) -> str:

@@ -181,6 +181,16 @@ def test_how_far_tuning_went_is_counted(root: Path) -> None:
     assert part_of("effort", "all", root).splitlines()[2] == "| small | 1/1 | 0/2 |"
 
 
+def test_of_rates_that_tie_the_one_that_was_run_is_counted(root: Path) -> None:
+    (root / "results" / "frontier.json").write_text('{"workloads": {}}', encoding="utf-8")
+    cells = [record("tuning", "first", 0, rate, 0.5) for rate in (0.1, 0.2, 0.4)]
+    for taken, ends in ((0.1, "1/1"), (0.2, "0/1"), (0.4, "1/1")):
+        for number, cell in enumerate([*cells, record("main", "first", 0, taken, 0.5)]):
+            path = root / "results" / "small" / f"{cell['stage']}_{number}.json"
+            path.write_text(json.dumps(cell), encoding="utf-8")
+        assert part_of("effort", "all", root).splitlines()[2] == f"| small | {ends} | 1/1 |"
+
+
 def test_only_what_is_between_marks_changes(root: Path) -> None:
     page = "before\n<!-- grid small: begin -->old<!-- grid small: end -->\nafter"
     found = rewritten(page, root)

@@ -14,6 +14,7 @@ from shuffled_dpsgd_experiments.pages import MARKED, NOTHING, part_of, rewritten
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(f"docs/{name}.md" for name in ("results", "parts", "ingredients", "recipes"))
+SWEPT = {path.stem for path in (ROOT / "sweeps").glob("*.toml")}
 SWEEP = """
 name = "small"
 epsilons = [1.0]
@@ -126,6 +127,17 @@ def test_what_stands_behind_the_method_is_what_was_measured(
     page = (ROOT / "docs/ingredients.md").read_text(encoding="utf-8")
     cells = [difference(data, epsilon, row, other) for data, epsilon in COLUMNS]
     assert f"| {words} |{' |'.join(cells)} |" in page
+
+
+def test_how_long_the_sweeps_on_a_gpu_took() -> None:
+    seconds = 0.0
+    for path in (ROOT / "results").glob("*/*_*.json"):
+        cell = json.loads(path.read_text(encoding="utf-8"))
+        if "sweep" in cell and "digits" not in cell["sweep"] and path.parent.name in SWEPT:
+            assert cell["environment"]["hardware"] == "NVIDIA H200"
+            seconds += cell["seconds"]["whole"]
+    page = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    assert f"for {seconds / 3600:.1f} hours on an H200" in page
 
 
 def test_every_folder_of_cells_has_a_table() -> None:

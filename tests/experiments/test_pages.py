@@ -137,7 +137,7 @@ def test_how_long_the_sweeps_on_a_gpu_took() -> None:
             assert cell["environment"]["hardware"] == "NVIDIA H200"
             seconds += cell["seconds"]["whole"]
     page = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
-    assert f"for {seconds / 3600:.1f} hours on an H200" in page
+    assert f"took {seconds / 3600:.1f} hours on an H200" in page
 
 
 def test_every_folder_of_cells_has_a_table() -> None:

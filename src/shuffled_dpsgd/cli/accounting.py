@@ -74,8 +74,7 @@ def resolve_sampling(
             got=batch_size,
             remedy="the expected batch cannot hold more than the data",
         )
-    if not (math.isfinite(epochs) and epochs > 0.0):
-        raise InvalidArgumentError("epochs", expected="a positive number", got=epochs)
+    require(math.isfinite(epochs) and epochs > 0.0, "epochs", "a positive number", epochs)
     steps = math.ceil(epochs * math.ceil(dataset_size / batch_size))
     return batch_size / dataset_size, max(1, steps)
 

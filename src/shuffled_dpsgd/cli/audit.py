@@ -13,7 +13,7 @@ from shuffled_dpsgd.cli.audit_output import deliver, hand_over, progress, show_c
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
 from shuffled_dpsgd.cli.experiments import AUDITS, register
 from shuffled_dpsgd.cli.output import AsJson, reports_errors, shown_examples
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.options import choices_of
 
 app = typer.Typer(
@@ -60,8 +60,7 @@ def run(
     from shuffled_dpsgd.auditing.target import RunSetting
     from shuffled_dpsgd.tasks.audited import audit_target
 
-    if mode not in MODES:
-        raise InvalidArgumentError("--mode", expected=f"one of {MODES}", got=mode)
+    require(mode in MODES, "--mode", f"one of {MODES}", mode)
     setting = RunSetting(
         num_observations=observations,
         num_gradient_canaries=canaries,

@@ -52,10 +52,9 @@ def replay_target(
     import torch
 
     from shuffled_dpsgd.auditing.sensitivity import check_sensitivity, quiet_run
-    from shuffled_dpsgd.errors import InvalidArgumentError
+    from shuffled_dpsgd.errors import InvalidArgumentError, require
 
-    if num_records < 2:
-        raise InvalidArgumentError("--records", expected="at least 2", got=num_records)
+    require(num_records >= 2, "--records", "at least 2", num_records)
     if path is not None and model is not None:
         raise InvalidArgumentError("--model", expected="nothing beside --config", got=model)
     network, records, device = (

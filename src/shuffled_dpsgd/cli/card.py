@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, verb
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 
 class Format(StrEnum):
@@ -58,10 +58,7 @@ def card(
         Format.html: card_page,
     }[format](found)
     if output is not None:
-        if output.exists():
-            raise InvalidArgumentError(
-                "--output", expected="a file that is not there yet", got=str(output)
-            )
+        require(not output.exists(), "--output", "a file that is not there yet", str(output))
         output.write_text(written, encoding="utf-8")
     if as_json:
         print_json({"format": format.value, "output": output and str(output), "text": written})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.options.methods import OPEN
 
 if TYPE_CHECKING:
@@ -31,17 +31,14 @@ def stated_run(
         from shuffled_dpsgd.cli.experiments import find_preset
 
         for name, value in (("TASK", task), ("--config", config)):
-            if value is not None:
-                raise InvalidArgumentError(name, expected="nothing beside --preset", got=str(value))
+            require(value is None, name, "nothing beside --preset", str(value))
         return find_preset(preset).to_run(model=model, data=data)
     for name, value in (("--model", model), ("--data", data)):
-        if value is not None:
-            raise InvalidArgumentError(name, expected="--preset beside it", got=value)
+        require(value is None, name, "--preset beside it", value)
     if config is not None:
         from shuffled_dpsgd.tasks.config_files import read_config
 
-        if task is not None:
-            raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+        require(task is None, "TASK", "nothing beside --config", task)
         return read_config(config)
     if task != "digits":
         raise InvalidArgumentError(

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError, require
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.reports import StepRecord
@@ -39,8 +39,7 @@ def find_tracker(name: str | None) -> Callable[[Path], tuple[Observer, ...]]:
             got=name,
             remedy=str(error),
         ) from error
-    if not callable(function):
-        raise InvalidArgumentError("--tracker", expected="a function", got=name)
+    require(callable(function), "--tracker", "a function", name)
     return lambda _: (lambda record, _: function(record.to_json()),)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import EarlyStoppingCallback
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.runtime.shards import is_wrapped
 from shuffled_dpsgd.training.rows import shared_rows
 
@@ -24,7 +24,7 @@ _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 def check_processes(args: Any) -> None:
     """Refuse several devices in one process."""
     remedy = "restrict CUDA_VISIBLE_DEVICES to one"
-    _demand(args.n_gpu <= 1, "n_gpu", "one device", args.n_gpu, remedy)
+    require(args.n_gpu <= 1, "n_gpu", "one device", args.n_gpu, remedy)
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -33,14 +33,14 @@ def check_accelerator(accelerator: Any) -> None:
     It says so by environment variables, which no `TrainingArguments` show.
     """
     kind, precision = str(accelerator.distributed_type.value), accelerator.mixed_precision
-    _demand(
+    require(
         kind in _SERVED,
         "distributed_type",
         "processes that have the whole model each (MULTI_GPU or MULTI_CPU)",
         f"{kind}, as accelerate was told",
         "start it with torchrun, or accelerate launch --multi_gpu and no other plugin",
     )
-    _demand(
+    require(
         precision in ("no", "bf16"),
         "mixed_precision",
         "no or bf16",
@@ -49,14 +49,14 @@ def check_accelerator(accelerator: Any) -> None:
     )
     plan = getattr(accelerator, "parallelism_config", None)
     remedy = "processes divide the batch and nothing else: launch without it"
-    _demand(plan is None, "parallelism_config", "nothing", plan, remedy)
+    require(plan is None, "parallelism_config", "nothing", plan, remedy)
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
     """Refuse options of `Trainer(...)` that replace the per-sample loss or the model; streams."""
     if options.get("train_dataset") is not None:
         size_of_data(options["train_dataset"])
-    _demand(
+    require(
         options.get("compute_loss_func") is None,
         "compute_loss_func",
         "per_sample_loss=function(outputs, labels), one loss per sample",
@@ -64,7 +64,7 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         "a loss averaged over the batch cannot be clipped per sample",
     )
     remedy = "a model drawn anew for each trial spends privacy anew; pass one model"
-    _demand(options.get("model_init") is None, "model_init", "model=", "a function", remedy)
+    require(options.get("model_init") is None, "model_init", "model=", "a function", remedy)
 
 
 def size_of_data(data: Any) -> int:
@@ -73,7 +73,7 @@ def size_of_data(data: Any) -> int:
     Raises:
         InvalidArgumentError: nobody knows, because they come as a stream.
     """
-    _demand(
+    require(
         hasattr(data, "__len__"),
         "train_dataset",
         "a map-style data set (with len() and indexing)",
@@ -82,11 +82,6 @@ def size_of_data(data: Any) -> int:
         "streaming=True",
     )
     return len(data)
-
-
-def _demand(holds: bool, name: str, expected: str, got: Any, remedy: str) -> None:
-    if not holds:
-        raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
 # Methods of the Trainer that a private run does not call, with what takes their place.
@@ -117,7 +112,7 @@ def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
         never = _NOT_CALLED | (behind if place > classes.index(own) else {})
         for name, remedy in never.items():
             called, got = "a method that private training calls", "an override that it never does"
-            _demand(name not in vars(owner), f"{owner.__name__}.{name}", called, got, remedy)
+            require(name not in vars(owner), f"{owner.__name__}.{name}", called, got, remedy)
 
 
 def check_deciders(
@@ -134,7 +129,7 @@ def check_deciders(
     by += ["EarlyStoppingCallback" for each in callbacks if isinstance(each, EarlyStoppingCallback)]
     for name, part in heldout.items() if by else ():
         count = shared_rows(train_data, part)
-        _demand(
+        require(
             not count,
             "eval_dataset",
             f"no row of the training data where {by[0]} decides by a score",
@@ -145,7 +140,7 @@ def check_deciders(
 
 def check_model(model: Any) -> None:
     """Refuse what the Trainer would save wrongly: a sharded model."""
-    _demand(
+    require(
         not (isinstance(model, nn.Module) and is_wrapped(model)),
         "model",
         "a model that every rank has the whole of",

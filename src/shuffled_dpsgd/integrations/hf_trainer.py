@@ -27,7 +27,7 @@ from transformers import Trainer, TrainingArguments
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import subject_of
-from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError, require
 from shuffled_dpsgd.integrations import PrivacyArguments
 from shuffled_dpsgd.integrations.hf_conflicts import (
     check_accelerator,
@@ -97,8 +97,7 @@ class DPTrainer(Trainer):
         data_name: str | None = None,
         **options: Any,
     ) -> None:
-        if model is None:
-            raise InvalidArgumentError("model", expected="a model, or its name", got=None)
+        require(model is not None, "model", "a model, or its name", None)
         args = args or self._usual_args(model)
         self._expected_batch_size = privacy.expected_batch_size or (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -228,10 +227,7 @@ class DPTrainer(Trainer):
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """One loss per sample; the labels never reach the model, whose own loss is a mean."""
         inputs = dict(inputs)
-        if "labels" not in inputs:
-            raise InvalidArgumentError(
-                "labels", expected="a `labels` entry in every batch", got=sorted(inputs)
-            )
+        require("labels" in inputs, "labels", "a `labels` entry in every batch", sorted(inputs))
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         if self._per_sample_loss is not None:

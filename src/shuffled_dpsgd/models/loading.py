@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError, require
 from shuffled_dpsgd.models.catalogue import CATALOGUE, Head, find_named
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def load_model(
         return _load_adapter(name, head)
     source = weights_of(name)
     if source is None:
-        if CATALOGUE[name].head != head:
-            raise InvalidArgumentError("model", expected=f"a model whose head is {head}", got=name)
+        require(CATALOGUE[name].head == head, "model", f"a model whose head is {head}", name)
         return build_model(name, device="cpu", num_labels=num_labels, seed=seed)
     import torch
 

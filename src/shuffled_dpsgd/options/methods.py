@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 Method = Literal["shuffled", "mixopt", "ghost", "opacus", "certified", "non-private"]
 OPEN: Mapping[str, str] = MappingProxyType(
@@ -118,8 +118,7 @@ def without_privacy(given: Mapping[str, Any]) -> dict[str, Any]:
         "clip_norm": (None, _USUAL_CLIP, math.inf),
     }
     for name, values in neutral.items():
-        if given.get(name) not in values:
-            raise InvalidArgumentError(
-                name, expected="nothing with method='non-private'", got=given[name]
-            )
+        require(
+            given.get(name) in values, name, "nothing with method='non-private'", given.get(name)
+        )
     return {"noise_multiplier": 0.0, "clip_norm": math.inf}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.options.methods import OPEN
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
     for name, allowed in choices.items():
         value = getattr(options, name)
         open_too = value is None and (name in OPEN or name == "method")
-        _demand(value in allowed or open_too, name, f"one of {allowed}", value)
+        require(value in allowed or open_too, name, f"one of {allowed}", value)
 
 
 def check_budget(budget: Budget) -> None:
@@ -48,17 +48,17 @@ def check_budget(budget: Budget) -> None:
         value = getattr(budget, name)
         if value is None and name not in _REQUIRED:
             continue
-        _demand(isinstance(value, Real) and not isinstance(value, bool), name, "a number", value)
-        _demand(least <= value <= most, name, expected, value)
+        require(isinstance(value, Real) and not isinstance(value, bool), name, "a number", value)
+        require(least <= value <= most, name, expected, value)
     epsilon, noise, clip_norm = budget.epsilon, budget.noise_multiplier, budget.clip_norm
-    _demand(
+    require(
         (epsilon is None) != (noise is None),
         "epsilon",
         "exactly one of epsilon and noise_multiplier",
         {"epsilon": epsilon, "noise_multiplier": noise},
         "epsilon calibrates the noise, noise_multiplier fixes it",
     )
-    _demand(
+    require(
         epsilon is None or epsilon >= _LEAST_EPSILON,
         "epsilon",
         f"at least {_LEAST_EPSILON:g}",
@@ -66,7 +66,7 @@ def check_budget(budget: Budget) -> None:
         "under so much noise nothing is learned, and no accountant is exact; leave the records "
         "out instead",
     )
-    _demand(
+    require(
         math.isfinite(clip_norm) or noise == 0.0,
         "clip_norm",
         "a finite number, unless noise_multiplier=0",
@@ -78,7 +78,7 @@ def check_budget(budget: Budget) -> None:
     _check_paper(budget)
     follows = budget.clip_quantile is not None
     finite = not follows or math.isfinite(clip_norm)
-    _demand(finite, "clip_norm", "a clip to start from", clip_norm)
+    require(finite, "clip_norm", "a clip to start from", clip_norm)
     wanted = {"noise_frame": "shuffled", "noise": "independent", "accounting": "certified or rdp"}
     for name, expected in wanted.items():
         # Noise that comes back in a later step would come back at another clip.
@@ -93,15 +93,15 @@ def _check_unit(budget: Budget) -> None:
     unit, drawn = budget.unit, budget.records_per_unit
     expected = "a name for what one row is, such as patient"
     if isinstance(unit, str):
-        _demand(unit.strip(), "unit", expected, unit)
+        require(unit.strip(), "unit", expected, unit)
     else:
         ids = f"{expected}, unless records_per_unit goes with it"
-        _demand(drawn is not None, "unit", ids, type(unit).__name__)
+        require(drawn is not None, "unit", ids, type(unit).__name__)
     if drawn is None:
         return
     _check_positive_integer("records_per_unit", drawn)
     alone = "nothing with records_per_unit: the file counts runs on rows, not on units"
-    _demand(budget.budget is None, "budget", alone, budget.budget)
+    require(budget.budget is None, "budget", alone, budget.budget)
     wanted = "unit= the column or the list that says whose a record is, and our own engine"
     if unit == "row" or budget.method == "opacus":
         name = "unit" if unit == "row" else "method"
@@ -112,15 +112,15 @@ def _check_banded(budget: Budget) -> None:
     """Banded noise is certified, in no file of runs, and has blocks of two steps at least."""
     bands = budget.bands
     if budget.noise != "banded":
-        _demand(bands is None, "bands", "nothing without noise='banded'", bands)
+        require(bands is None, "bands", "nothing without noise='banded'", bands)
         return
     fine = bands is None or (isinstance(bands, int) and bands >= 2)
-    _demand(fine, "bands", "2 or more", bands)
+    require(fine, "bands", "2 or more", bands)
     if budget.accounting != "certified" or budget.budget is not None:
         wanted = "accounting='certified' without a budget file, which counts independent steps"
         raise _clash("noise='banded'", budget, "accounting budget", wanted)
     known = budget.epsilon is not None or bands is not None
-    _demand(
+    require(
         known, "bands", "a number of steps with noise_multiplier; with epsilon it is chosen", None
     )
 
@@ -128,7 +128,7 @@ def _check_banded(budget: Budget) -> None:
 def _check_paper(budget: Budget) -> None:
     """The paper's formula has what it needs, and what only it uses is given with it alone."""
     by_paper = budget.accounting == "paper"
-    _demand(
+    require(
         not by_paper or budget.batch_clip_norm is not None,
         "batch_clip_norm",
         "an explicit value with accounting='paper'",
@@ -138,7 +138,7 @@ def _check_paper(budget: Budget) -> None:
     if by_paper and budget.shuffle == "off":
         raise _clash("accounting='paper'", budget, "shuffle", "every-step or at-release")
     two = by_paper and budget.noise_multiplier is not None
-    _demand(
+    require(
         two == (budget.unshuffled_noise_multiplier is not None),
         "unshuffled_noise_multiplier",
         "a value exactly when accounting='paper' and noise_multiplier is given",
@@ -155,7 +155,7 @@ def check_schedule(schedule: Schedule) -> None:
             _check_positive_integer(name, getattr(schedule, name))
     lengths = {"epochs": schedule.epochs, "num_steps": schedule.num_steps}
     given = [length for length in lengths.values() if length is not None]
-    _demand(len(given) == 1, "epochs", "exactly one of epochs and num_steps", lengths)
+    require(len(given) == 1, "epochs", "exactly one of epochs and num_steps", lengths)
 
 
 def check_together(options: PrivacyOptions) -> None:
@@ -164,10 +164,10 @@ def check_together(options: PrivacyOptions) -> None:
     size, batch, most = options.dataset_size, options.expected_batch_size, options.largest_batch
     expected = f"at most dataset_size = {size}"
     why = "the sampling probability cannot exceed 1"
-    _demand(batch <= size, "expected_batch_size", expected, batch, why)
+    require(batch <= size, "expected_batch_size", expected, batch, why)
     expected = "from expected_batch_size to less than dataset_size"
     why = "without it batches are as large as they are drawn"
-    _demand(most is None or batch <= most < size, "largest_batch", expected, most, why)
+    require(most is None or batch <= most < size, "largest_batch", expected, most, why)
     poisson, follows = options.sampling == "poisson", options.clip_quantile is not None
     counted = options.accounting == "certified" and not options.budget and poisson
     clashes = (
@@ -201,18 +201,13 @@ def check_together(options: PrivacyOptions) -> None:
             raise _clash(one, options, others, wanted)
     seeded, secure = options.seed is not None, options.secure
     why = "a seed lets its holder remove the noise"
-    _demand(not (seeded and secure), "secure", "True or a seed, not both", secure, why)
-    _demand(seeded or secure is not False, "seed", "a seed with secure=False", None)
+    require(not (seeded and secure), "secure", "True or a seed, not both", secure, why)
+    require(seeded or secure is not False, "seed", "a seed with secure=False", None)
 
 
 def _check_positive_integer(name: str, value: int) -> None:
     fine = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _demand(fine, name, "a positive integer", value)
-
-
-def _demand(holds: object, name: str, expected: str, got: object, remedy: str = "") -> None:
-    if not holds:
-        raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
+    require(fine, name, "a positive integer", value)
 
 
 def _clash(one: str, options: Budget, others: str, wanted: str) -> InvalidArgumentError:

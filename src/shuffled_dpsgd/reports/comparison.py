@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import CheckpointError, require
 from shuffled_dpsgd.reports.page import PARTS, breakable, page
 from shuffled_dpsgd.reports.records import MetricsLog, StepRecord
 from shuffled_dpsgd.reports.run_report import PRIVATE_METRICS_WARNING, flatten
@@ -44,8 +44,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     Raises:
         CheckpointError: a folder is not that of a finished run.
     """
-    if len(folders) < 2:
-        raise InvalidArgumentError("runs", expected="two folders or more", got=len(folders))
+    require(len(folders) >= 2, "runs", "two folders or more", len(folders))
     names = [folder.resolve().name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]

@@ -155,13 +155,12 @@ def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor
     texts: tuple[str, ...] = (given,)
     if num_texts(config.data) == 2:
         texts = tuple(given.split("\t", 1))
-        if len(texts) == 1:
-            raise InvalidArgumentError(
-                "INPUT",
-                expected=f"two texts with a tab between: the run's data ({config.data.format}) are "
-                "pairs",
-                got=given,
-            )
+        require(
+            len(texts) != 1,
+            "INPUT",
+            f"two texts with a tab between: the run's data ({config.data.format}) are pairs",
+            given,
+        )
     example = LabelledText(texts=texts, label=0)
     records = encode_labelled([example], tokenizer, config.data.max_length, uses_token_types(model))
     return TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)(records)[0]

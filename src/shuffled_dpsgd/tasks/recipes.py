@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,7 @@ class Recipe:
         found: dict[str, Any] = copy.deepcopy(dict(self.run))
         if self.checkpoint is None:
             for name, value in (("--model", model), ("--data", data)):
-                if value is not None:
-                    raise InvalidArgumentError(
-                        name, expected=f"nothing: {self.name} brings its own", got=value
-                    )
+                require(value is None, name, f"nothing: {self.name} brings its own", value)
             return found
         found["model"]["name"] = model or self.checkpoint
         found["data"] |= {"source": "hub"} if data is None else {"path": data}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.integrations.per_sample_loss import (
     IGNORED_LABEL,
     next_token_losses,
@@ -189,10 +189,7 @@ def _encoded(
     longest = largest = 0
     for name, part in named.items():
         for number, ids in enumerate(map(ids_of, part)):
-            if not ids:
-                raise InvalidArgumentError(
-                    f"{name} record {number}", expected="at least one token", got="an empty text"
-                )
+            require(ids, f"{name} record {number}", "at least one token", "an empty text")
             longest, largest = max(longest, len(ids)), max(largest, *ids)
     known: Any = getattr(model, "config", None)
     positions = getattr(known, "max_position_embeddings", None)

@@ -12,7 +12,7 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
-from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError, require
 
 VARIANTS = {
     "bleu": "corpus BLEU, 0 to 100",
@@ -34,8 +34,7 @@ def score_texts(texts: Texts, references: References) -> dict[str, Any]:
             "texts", expected=f"one for each of {len(references)} prompts", got=len(texts)
         )
     alone = next((i for i, those in enumerate(references) if not those), None)
-    if alone is not None:
-        raise InvalidArgumentError(f"prompt {alone}", expected="at least one reference", got=0)
+    require(alone is None, f"prompt {alone}", "at least one reference", 0)
     bleu, signature = corpus_bleu(texts, references)
     found: dict[str, Any] = {
         "bleu": bleu,

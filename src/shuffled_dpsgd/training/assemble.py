@@ -267,8 +267,7 @@ def _units(options: PrivacyOptions, *, compiled: bool, sharded: bool) -> Units |
 
 def _check_kinds(model: Any, optimizer: Any) -> None:
     """Refuse what is no model and no optimizer, and an optimizer that another library wraps."""
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    require(isinstance(model, torch.nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     if type(optimizer).__name__ == "AcceleratedOptimizer":
         raise InvalidArgumentError(
             "optimizer",

@@ -33,7 +33,12 @@ from shuffled_dpsgd.core.claim import Adjacency
 from shuffled_dpsgd.core.events import check_delta
 from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    CheckpointError,
+    InvalidArgumentError,
+    require,
+)
 from shuffled_dpsgd.training.record_digest import keyed
 
 _VERSION = 1
@@ -186,10 +191,9 @@ class BudgetFile:
             delta=delta, epsilon=epsilon, adjacency=adjacency, salt=salt, adaptive=adaptive
         )
         with self._locked():
-            if self.path.exists():
-                raise InvalidArgumentError(
-                    "FILE", expected="a new file", got=str(self.path), remedy="a budget is kept"
-                )
+            require(
+                not self.path.exists(), "FILE", "a new file", str(self.path), "a budget is kept"
+            )
             self._write(made, mode=0o600)
         return made
 

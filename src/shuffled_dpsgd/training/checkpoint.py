@@ -28,7 +28,7 @@ from shuffled_dpsgd.core.ledger import LedgerEntry
 from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.distributed.agreement import agree, all_do, first_does
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError, require
 from shuffled_dpsgd.permutation import Permutation
 from shuffled_dpsgd.training.checkpoint_folder import (
     MANIFEST,
@@ -78,8 +78,7 @@ def save_checkpoint(
     `load_checkpoint`, which compares. Call it between steps, on all ranks; rank 0 writes. Until
     the new checkpoint is complete, the last one stays.
     """
-    if keep < 1:
-        raise InvalidArgumentError("keep", expected="at least 1", got=keep)
+    require(keep >= 1, "keep", "at least 1", keep)
     if private.is_sharded and not weights:
         raise InvalidArgumentError("weights", expected="True for a sharded model", got=weights)
     private.check()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError, require
 from shuffled_dpsgd.runtime.clock import OTHER
 from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.data import (
@@ -293,10 +293,9 @@ class DrawnBatches:
 
     def _check_stepped(self, part: PhysicalBatch, stream: object) -> None:
         run = self._run
-        if self._stream is not stream:
-            raise InvalidArgumentError(
-                "batches", expected="one loop over private.batches at a time", got="a second"
-            )
+        require(
+            self._stream is stream, "batches", "one loop over private.batches at a time", "a second"
+        )
         if not part.completes:
             self.check_count(run.engine.sample_norms.numel())
         elif run.steps_taken <= part.step:

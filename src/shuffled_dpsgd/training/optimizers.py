@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -85,8 +85,7 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Refuse unless the optimizer holds exactly the model's trainable parameters."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not names:
-        raise InvalidArgumentError("model", expected="at least one trainable parameter", got="none")
+    require(names, "model", "at least one trainable parameter", "none")
     forgotten = sorted(names[key] for key in names.keys() - held)
     if forgotten:
         raise InvalidArgumentError(
@@ -112,10 +111,9 @@ def check_precision(model: torch.nn.Module) -> None:
     """
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     for name, dtype in trained.items():
-        if dtype == torch.float16:
-            raise InvalidArgumentError(
-                name, expected="trainable weights in float32", got=dtype, remedy=_MASTER_WEIGHTS
-            )
+        require(
+            dtype != torch.float16, name, "trainable weights in float32", dtype, _MASTER_WEIGHTS
+        )
     narrow = [name for name, dtype in trained.items() if dtype == torch.bfloat16]
     if narrow:
         warnings.warn(

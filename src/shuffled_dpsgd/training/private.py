@@ -30,7 +30,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.distributed.exchange import ShardedTotals
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
@@ -695,10 +695,7 @@ class PrivateTraining:
 
     def _update_together(self) -> None:
         check_usable(self._closed_because)
-        if self.released:
-            raise InvalidArgumentError(
-                "step", expected="no step after release()", got=f"step {self.steps_taken}"
-            )
+        require(not self.released, "step", "no step after release()", f"step {self.steps_taken}")
         self.clock.turn_to(OTHER)
         if self._sharding is not None:
             self._sharding.reshard()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from shuffled_dpsgd.accounting import calibrate_certified
 from shuffled_dpsgd.accounting.banded import noise_of_sum
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 
 Outlook = Literal["hopeless", "doubtful", "promising"]
 HOPELESS_BELOW, PROMISING_FROM = 1.0, 5.0
@@ -117,8 +117,7 @@ def calibrated_prospect(
 ) -> Prospect:
     """The prospect of a plan whose noise is calibrated to a certified ε."""
     for name, value in (("dataset_size", dataset_size), ("dimension", dimension)):
-        if value < 1:
-            raise InvalidArgumentError(name, expected="at least 1", got=value)
+        require(value >= 1, name, "at least 1", value)
     found = calibrate_certified(
         epsilon=epsilon,
         delta=delta,

@@ -261,10 +261,9 @@ def _splits(data: DataConfig, read: Callable[[str], Any], usual: tuple[str, ...]
     limit, count = data.max_heldout_examples, data.heldout_from_train
     heldout = {}
     if count is not None:
-        if count >= len(train):
-            raise InvalidArgumentError(
-                "data.heldout_from_train", expected=f"fewer than {len(train)} records", got=count
-            )
+        require(
+            count < len(train), "data.heldout_from_train", f"fewer than {len(train)} records", count
+        )
         generator = torch.Generator().manual_seed(_HOLDING_SEED)
         order = torch.randperm(len(train), generator=generator).tolist()
         kept, back = sorted(order[count:]), sorted(order[:count])

@@ -18,7 +18,7 @@ from shuffled_dpsgd.training import (
     ShuffledGaussianMechanism,
     make_plan,
 )
-from shuffled_dpsgd.training.metrics import Release, signal_to_noise
+from shuffled_dpsgd.training.metrics import Release
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -76,7 +76,7 @@ def test_signal_to_noise_compares_norms() -> None:
     shuffled, _ = record.blocks
     assert shuffled.sum_norm == pytest.approx(10 * math.sqrt(12))
     assert shuffled.sum_norm * shuffled.batch_clip_factor == pytest.approx(1.0)
-    assert signal_to_noise(record) == pytest.approx(1.0 / (2.0 * 0.5 * math.sqrt(16)))
+    assert record.signal_to_noise == pytest.approx(1.0 / (2.0 * 0.5 * math.sqrt(16)))
 
 
 def test_every_step_draws_noise_of_its_own() -> None:

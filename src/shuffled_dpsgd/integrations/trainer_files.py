@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.reports import card_page
+from shuffled_dpsgd.reports.page import card_files
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
@@ -83,9 +83,8 @@ def write_card_files(directory: Path, card: PrivacyCard) -> None:
     title = HEADER.format(title=directory.name)
     old = readme.read_text(encoding="utf-8") if readme.exists() else title
     readme.write_text(with_privacy_section(old, card), encoding="utf-8")
-    (directory / "privacy_card.txt").write_text(f"{card}\n", encoding="utf-8")
-    (directory / "privacy_card.json").write_text(card.dumps() + "\n", encoding="utf-8")
-    (directory / "privacy_card.html").write_text(card_page(card), encoding="utf-8")
+    for name, text in card_files(card).items():
+        (directory / name).write_text(text, encoding="utf-8")
 
 
 def with_privacy_section(readme: str, card: PrivacyCard) -> str:

@@ -73,6 +73,15 @@ def card_page(card: PrivacyCard) -> str:
     return page(title="Privacy card", body=card_fragment(card), css=PARTS["card"])
 
 
+def card_files(card: PrivacyCard) -> dict[str, str]:
+    """The card as text, as JSON and as a page, by the name of the file."""
+    return {
+        "privacy_card.txt": f"{card}\n",
+        "privacy_card.json": card.dumps() + "\n",
+        "privacy_card.html": card_page(card),
+    }
+
+
 def _line(text: str) -> str:
     style = ' class="refuted"' if text.endswith(REFUTED) else ""
     return f"<span{style}>{escape(text)}</span>"

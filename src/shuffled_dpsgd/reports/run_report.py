@@ -11,7 +11,7 @@ from typing import Any
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.reports.figures import RunView, draw_all
-from shuffled_dpsgd.reports.page import PARTS, card_fragment, card_page, page, table
+from shuffled_dpsgd.reports.page import PARTS, card_files, card_fragment, page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
@@ -86,9 +86,7 @@ def write_report(
     drawn = {name: to_svg(figure) for name, figure in figures.items()}
     texts = {
         "report.html": report_page(view, card, spec=spec, facts=facts, figures=drawn),
-        "privacy_card.html": card_page(card),
-        "privacy_card.txt": f"{card}\n",
-        "privacy_card.json": card.dumps() + "\n",
+        **card_files(card),
     }
     written = []
     for name, text in texts.items():

@@ -29,8 +29,7 @@ from shuffled_dpsgd.auditing.verdict import AuditReport, Membership, ThreatModel
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.reports import card_fragment, card_page
-from shuffled_dpsgd.reports.page import table
+from shuffled_dpsgd.reports.page import card_files, card_fragment, table
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
 from shuffled_dpsgd.tasks.start import start_private
@@ -150,9 +149,7 @@ def write_audited_card(
     summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
     summary["privacy_card"] = card.to_json()
     texts = {
-        "privacy_card.txt": f"{card}\n",
-        "privacy_card.json": card.dumps() + "\n",
-        "privacy_card.html": card_page(card),
+        **card_files(card),
         SUMMARY_FILE: json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     }
     report = directory / "report.html"

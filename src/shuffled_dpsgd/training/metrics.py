@@ -98,6 +98,13 @@ class Release:
 
     blocks: tuple[BlockRelease, ...]
 
+    @property
+    def signal_to_noise(self) -> float:
+        """Norm of what was released over the expected norm of its noise."""
+        noise = math.hypot(*(block.noise_norm for block in self.blocks))
+        signal = math.hypot(*(b.sum_norm * b.batch_clip_factor for b in self.blocks))
+        return Unnoised(signal / noise if noise else math.inf)
+
     @classmethod
     def of(cls, plan: PrivacyPlan, norms: Mapping[str, torch.Tensor]) -> Release:
         """What a mechanism of this plan did to blocks of these norms."""
@@ -138,7 +145,7 @@ class StepMetrics:
     @property
     def signal_to_noise(self) -> float:
         """Norm of what was released over the expected norm of its noise; waits for the device."""
-        return signal_to_noise(self.release)
+        return self.release.signal_to_noise
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; an infinite signal-to-noise (no noise) becomes None."""
@@ -207,10 +214,3 @@ def describe_step(
         num_nonfinite=norms.numel() - finite.numel(),
         release=release,
     )
-
-
-def signal_to_noise(release: Release) -> float:
-    """Norm of what was released over the expected norm of its noise."""
-    noise = math.hypot(*(block.noise_norm for block in release.blocks))
-    signal = math.hypot(*(b.sum_norm * b.batch_clip_factor for b in release.blocks))
-    return Unnoised(signal / noise if noise else math.inf)

@@ -18,7 +18,7 @@ from shuffled_dpsgd.core.clip import PlainClipping
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.training import compare_weights
-from shuffled_dpsgd.training.adapters import check_adapters
+from shuffled_dpsgd.training.kinds import check_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

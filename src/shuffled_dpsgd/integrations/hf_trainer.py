@@ -67,8 +67,8 @@ from shuffled_dpsgd.training import (
     SpendingCurve,
     assemble,
 )
-from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.drawn_batches import BatchStream
+from shuffled_dpsgd.training.kinds import check_adapters
 from shuffled_dpsgd.training.planning import large_delta
 from shuffled_dpsgd.training.units import Units, units_of
 
@@ -296,7 +296,7 @@ class DPTrainer(Trainer):
         Weights that were changed after `train()` are refused: the card is not about them.
         """
         if self.private is not None:
-            self.private.check_released()
+            self.private.claims.check_released()
         super().save_model(output_dir, _internal_call)
         private, target = self.private, Path(output_dir or self.args.output_dir)
         if private is not None and private.released and target == Path(self.args.output_dir):

@@ -37,8 +37,8 @@ from shuffled_dpsgd.options import (
 )
 from shuffled_dpsgd.options.other_names import answers_other_names
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
-from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.device_noise import DeviceNoise
+from shuffled_dpsgd.training.kinds import check_adapters, check_kinds, refuse_wrappers, uncompiled
 from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.moving_clip import gradient_clip
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
@@ -183,9 +183,9 @@ def assemble(
     options: PrivacyOptions,
 ) -> PrivateTraining:
     """Build every part of a run from its options; what `make_private` does."""
-    _check_kinds(model, optimizer)
-    inner = _uncompiled(model)
-    _refuse_wrappers(inner)
+    check_kinds(model, optimizer)
+    inner = uncompiled(model)
+    refuse_wrappers(inner)
     check_adapters(inner)
     # Under auto a shuffle is left out where the optimizer rules it out.
     by_name = options.shuffle not in ("auto", "off")
@@ -263,26 +263,6 @@ def _units(options: PrivacyOptions, *, compiled: bool, sharded: bool) -> Units |
             remedy="dataset_size and expected_batch_size count units where units are drawn",
         )
     return found
-
-
-def _check_kinds(model: Any, optimizer: Any) -> None:
-    """Refuse what is no model and no optimizer, and an optimizer that another library wraps."""
-    require(isinstance(model, torch.nn.Module), "model", "a torch.nn.Module", type(model).__name__)
-    if type(optimizer).__name__ == "AcceleratedOptimizer":
-        raise InvalidArgumentError(
-            "optimizer",
-            expected="the optimizer itself",
-            got="AcceleratedOptimizer",
-            remedy="leave model, optimizer and data out of accelerator.prepare, or pass "
-            "optimizer.optimizer: private.step() does what its step would",
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(
-            "optimizer",
-            expected="a torch.optim.Optimizer",
-            got=type(optimizer).__name__,
-            remedy="the model comes first, then the optimizer",
-        )
 
 
 def _find_sharding(
@@ -365,12 +345,6 @@ def _engine(
     )
 
 
-def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module `torch.compile` wrapped: same parameters, names without its prefix."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, torch.nn.Module) else model
-
-
 def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
     """The ledger of the plan: opened by this process, or by rank 0 for all."""
     planned: dict[str, Any] = {
@@ -381,18 +355,3 @@ def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
     return (
         Ledger(**planned) if world.size == 1 else SharedLedger(world, secure=plan.secure, **planned)
     )
-
-
-def _refuse_wrappers(model: torch.nn.Module) -> None:
-    """What reduces gradients by itself reduces them before they are clipped, sample by sample."""
-    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if isinstance(module, parallel) or name == "FullyShardedDataParallel":
-            raise UnsupportedModuleError(
-                path,
-                expected="the model itself on every rank",
-                got=name,
-                remedy="pass the wrapped model, usually .module: under torchrun this library "
-                "divides the batch and reduces clipped sums itself, once a step",
-            )

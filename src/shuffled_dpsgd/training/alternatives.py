@@ -1,8 +1,8 @@
-"""What else a plan could do about its noise: one table, all at the same certified ε.
+"""Alternatives to a plan at the same certified ε: the noise each leaves, and what it costs.
 
-Each row has the noise in the last weights over the way that the gradients have gone, at a constant
-rate and as if gradients agreed, and the records computed: both over those of plain DP-SGD with this
-plan's batch and steps. From public sizes alone.
+`noise` is the noise in the final weights, relative to how far gradients have moved them; learning
+rates are taken as constant, and gradients as in agreement. `records` is the number of records
+computed. Both are ratios to plain DP-SGD with the plan's batch and steps, from public sizes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shuffled_dpsgd.accounting.banded import WORTH_IT, banded_noise
 from shuffled_dpsgd.training.prospect import Prospect, calibrated_prospect
 
 _FACTORS = (2, 4)
-# Standard deviations of a draw: so much more is hardly ever drawn, and costs next to nothing.
+# In standard deviations of a draw. Larger draws are too rare for cutting them to cost anything.
 _HEADROOM = 6.0
 # Rates that fall linearly have a mean square of 4/3 of the square of their mean.
 _FALLING = math.sqrt(4.0 / 3.0)
@@ -45,9 +45,9 @@ def alternatives(
     embeddings: int = 0,
     largest_batch: int | None = None,
 ) -> Iterator[Alternative]:
-    """Every row that the sizes allow; `embeddings` are trained weights of embedding tables.
+    """Every row that the sizes allow; `embeddings` counts the trained weights of embedding tables.
 
-    Without a `largest_batch` that is planned, one is named that costs next to nothing.
+    If the plan has no `largest_batch`, the row names one that costs next to nothing.
     """
     batch, steps, size = now.expected_batch_size, now.num_steps, now.dataset_size
     known: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "dataset_size": size}

@@ -1,15 +1,14 @@
-"""One budget for all that is done to the same data: a file beside them that counts every run.
+"""One privacy budget for all runs on the same data, kept in a file that counts every run.
 
-A run writes itself in before its first release. From then on it counts with its whole plan, however
-early it stops: when it stopped may depend on the records. All runs are priced together, at the δ
-that the file was made with: as settled beforehand, or by a filter where each may be chosen by what
+A run is entered before its first release. From then on its whole plan counts, however early it
+stops, because when it stops may depend on the records. All runs are priced together at the file's
+δ: by composition if they were settled beforehand, by a privacy filter if each may be chosen by what
 the others released (`adaptive`).
 
 The file is replaced as a whole, under a lock, and is on disk before the release is made. A run is
-refused if the file is missing or damaged, if the data are others, if the total would exceed the
-limit, or if its seed was used before, so that its noise would not be its own. That the file is kept
-as it is, that every run names it, and that no copy of a run goes on beside it, remains the user's
-word.
+refused if the file is missing or damaged, if the records differ, if the total would exceed the
+limit, or if its seed was used before, so that it would share its noise with another run. It is up
+to the user to keep the file unchanged, to name it in every run, and to continue no copy of a run.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _VERSION = 1
 class CountedRun:
     """A run or a search, with its whole plan.
 
-    `identity` is that of its ledger, so that a run that goes on counts once. `best_of` is the mean
-    of the number of runs of a search. `seed` tells equal seeds, under the file's salt. `releases`
-    is how many the file last heard of.
+    `identity` is that of its ledger, so that a resumed run counts once. For a search, `best_of` is
+    the mean number of its runs. `seed` is a salted digest, by which equal seeds are recognised.
+    `releases` is the number last reported to the file.
     """
 
     identity: str
@@ -74,7 +73,7 @@ class CountedRun:
 
     @property
     def ending(self) -> str:
-        """How far it got, as far as the file has heard."""
+        """How far the run got, as last reported to the file."""
         if self.best_of is not None:
             return "counted as a whole"
         if self.releases >= self.num_steps:
@@ -86,10 +85,10 @@ class CountedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a budget file holds. `data` are marks of the data it is about, under its salt.
+    """What a budget file holds. `data` are salted digests of the records that it covers.
 
-    If it is `adaptive`, the settings and the number of runs may be chosen by what runs released,
-    and what all runs cost is the limit itself.
+    In an `adaptive` account, the settings and the number of runs may depend on what earlier runs
+    released; all runs together then cost the limit itself.
     """
 
     delta: float
@@ -113,14 +112,14 @@ class Account:
 
     @property
     def filter(self) -> Filter | None:
-        """What keeps the limit, if the account is adaptive and has a run."""
+        """The filter that enforces the limit, once an adaptive account has a run."""
         if not (self.adaptive and self.runs):
             return None
         assert self.epsilon is not None, "seen to by `create`"
         return Filter(epsilon=self.epsilon, delta=self.delta, first=self.spent[0])
 
     def with_run(self, run: CountedRun, data: str, path: Path) -> Account:
-        """The account once `run` has begun on data of this mark; refuses what does not fit."""
+        """The account with `run` added, on data of this digest; refuses what does not fit."""
         if self.data and data not in self.data:
             raise CheckpointError(
                 f"{path}: counts runs on other records than these (mark {data}); name the budget "
@@ -164,7 +163,7 @@ class BudgetFile:
     """The file at `path`, read anew each time: several processes may use it at once."""
 
     def __init__(self, path: str | Path) -> None:
-        # The file itself: replacing a link would leave two budgets.
+        # Links are resolved: replacing a link would leave two budgets.
         self.path = Path(path).resolve()
 
     def create(
@@ -226,7 +225,7 @@ class BudgetFile:
         return self._change(lambda now: now.with_run(run, data, self.path))
 
     def note(self, identity: str, releases: int) -> Account:
-        """How far a run has got; it counts with its whole plan all the same."""
+        """Record how far a run has got; its whole plan counts all the same."""
 
         def noted(run: CountedRun) -> CountedRun:
             mine = run.identity == identity
@@ -264,7 +263,7 @@ class BudgetFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else writes meanwhile. The lock ends with its process, however that ends."""
+        """Hold an exclusive lock, which the system releases when the process ends."""
         lock = self.path.with_name(f".{self.path.name}.lock")
         with open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o666), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -287,7 +286,7 @@ class BudgetFile:
 def counted(
     plan: PrivacyPlan, *, name: str, salt: str, identity: str = "", releases: int = 0
 ) -> CountedRun:
-    """A run of `plan` as a budget counts it; refuses one that nobody can price."""
+    """The entry of a run of `plan`; refuses a run whose ε cannot be certified."""
     if plan.uncertifiable:
         raise InvalidArgumentError(
             "budget",

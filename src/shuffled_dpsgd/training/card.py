@@ -27,7 +27,7 @@ from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
 PAPER, AUDITED, REFUTED = "paper's estimate", "audited bounds", "claim refuted"
-# A line of its subject, where the model had other weights by then.
+# A line of the subject, for a model whose weights were changed after the release.
 NOT_ABOUT = "not about"
 SMALL_PRINT = (
     "small print: the formula is for noise that it calibrated itself, and says little about other "
@@ -39,7 +39,7 @@ NUMBER_SETTLED = "so many steps and no more were settled on before the first"
 
 
 class SpentSoFar(PrivacyClaim):
-    """The ε of the steps taken: no claim of a run that could have gone on, and printed so."""
+    """The ε of the steps taken so far; a claim only if their number was fixed beforehand."""
 
     def __format__(self, spec: str) -> str:
         kind = f"({self.kind})"
@@ -95,9 +95,9 @@ class PrivacyCard(CertifiedCard):
         return replace(self, audits=(*self.audits, *bounds))
 
     def about(self, **subject: str) -> PrivacyCard:
-        """The same card with whose it is: a model, a data set, a date, versions, a hash.
+        """The same card with its subject: model, data set, date, versions, a hash of the weights.
 
-        Only what is public: names as they were given, and a hash of weights that were released.
+        Only what is public: names as given by the user, and a hash of the released weights.
         """
         return replace(self, subject={**self.subject, **subject})
 
@@ -256,7 +256,7 @@ def _with_inputs(claim: PrivacyClaim) -> str:
 
 
 def paper_inputs(claim: PrivacyClaim) -> str:
-    """What decides a paper's claim: c', d and the split of delta; empty where it has none."""
+    """The inputs that decide the paper's claim: c', d and the split of δ; empty if none."""
     inputs = claim.inputs
     if "dimension" not in inputs:
         return ""
@@ -289,14 +289,14 @@ def write_card(
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
-    `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
-    how often the model's outputs were compared before and after one, and `samples_checked` for how
-    many samples what was clipped was compared with what each has among other records. That number
-    must not depend on the records. `not_checked` are assumptions that nobody has tried out.
-    `shows_sums` says whether the released weights tell every sum; otherwise the card does not say
-    that the certified ε is attained.
+    `released` says whether a shuffle planned for the release has happened. `shuffles_verified`
+    counts the shuffles before and after which the model's outputs were compared. `samples_checked`
+    counts the samples whose clipped gradient was compared with the one they have among other
+    records; that number must not depend on the records. `not_checked` are assumptions that were not
+    tested. `shows_sums` says whether every sum can be computed from the released weights; if not,
+    the card does not say that the certified ε is attained.
     """
-    # With a largest batch the ε is not tight; a clip that follows the norms keeps part of C.
+    # No run attains the ε of a largest batch, nor that of a clip that follows the norms.
     tight = plan.largest_batch is None and plan.clip_quantile is None and plan.bands == 1
     covered = tight and num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
     found = core_card.write_card(

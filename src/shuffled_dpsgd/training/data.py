@@ -19,7 +19,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.training.layout import Layout, Part
 
-# Held while records are loaded, by the thread that loads ahead or by a check. Data sets need not be
+# Held by whoever loads records: the prefetching thread, or a check. Data sets need not be
 # thread-safe, and checks change the global generators, which all threads share.
 LOADING = threading.RLock()
 
@@ -191,9 +191,9 @@ class PartLoader(Dataset[Any]):
 
 
 def taken_from(loader: MapStyle | DataLoader[Any]) -> tuple[MapStyle, dict[str, Any]]:
-    """The data set of a loader and how it loads; what draws its batches is replaced, said once.
+    """The data set of a loader, and how it loads; the user is told that its sampler is replaced.
 
-    What is no loader is the data set.
+    Anything but a `DataLoader` is taken as the data set itself.
     """
     if not isinstance(loader, DataLoader):
         return loader, {}
@@ -220,7 +220,7 @@ def _listed(records: Sequence[int]) -> str:
 
 
 def as_it_is(loaded: Any) -> Any:
-    """Collates nothing."""
+    """A collate function for batches that are complete already."""
     return loaded
 
 

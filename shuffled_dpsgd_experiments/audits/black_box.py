@@ -240,7 +240,7 @@ def audit_black_box(
             size, seed = num_records + setting.num_canaries, 1000 * setting.seed + index
             private = start(size, seed, changes)
             left_out = num_records + np.flatnonzero(~included[index])
-            private.audit_with(sampler=Leaving(private.sampler, left_out))
+            private.claims.audit_with(sampler=Leaving(private.sampler, left_out))
             plans[name] = private.plan
             if not canaries:
                 rng = np.random.default_rng([setting.seed, 7])

@@ -29,7 +29,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
     train,
 )
-from shuffled_dpsgd.training.private import SEEDED_TWICE
+from shuffled_dpsgd.training.claims import SEEDED_TWICE
 from training.cases import (
     Case,
     FixedSampler,

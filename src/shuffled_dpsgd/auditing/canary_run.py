@@ -113,7 +113,7 @@ class CanaryRun:
         if not setting.other_records:
             left_out = np.concatenate([np.arange(target.size), left_out])
         self._left_out = left_out
-        private.audit_with(sampler=Leaving(private.sampler, left_out))
+        private.claims.audit_with(sampler=Leaving(private.sampler, left_out))
         plan = private.plan
         self._shuffle = ShuffleFollower(private)
         self._initial = trainable(private.model)
@@ -218,7 +218,7 @@ class CanaryRun:
     def queried_after(self, start: Callable[[int], PrivateTraining]) -> Inclusion:
         """The same after another run on the same records, with the same canaries left out."""
         other = start(len(self._data))
-        other.audit_with(sampler=Leaving(other.sampler, self._left_out))
+        other.claims.audit_with(sampler=Leaving(other.sampler, self._left_out))
         train(other, self._data, self._target.losses, self._target.collate)
         other.release()
         found = self.queried(other)

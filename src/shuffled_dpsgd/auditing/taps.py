@@ -98,7 +98,7 @@ def tap(private: PrivateTraining, extra: Callable[[Tensors], Tensors]) -> Record
     refuse_shared_steps(private.plan)
     recorder = RecordingMechanism(private.mechanism)
     engine = InjectingEngine(private.engine, extra)
-    private.audit_with(engine=engine, mechanism=recorder, referee=Unwatched())
+    private.claims.audit_with(engine=engine, mechanism=recorder, referee=Unwatched())
     return recorder
 
 

@@ -227,16 +227,16 @@ def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
 def _save(run: PreparedRun) -> None:
     """Write the trained weights, or their average, which stays in the model. Collective."""
     private, model = run.private, run.task.model
-    private.check_released()
+    private.claims.check_released()
     if run.average is not None:
         run.average.change_places(model)
-        private.note_released()
+        private.claims.note_released()
     if private.is_sharded:
         fill_whole(private.world, run.whole, model)
     if private.world.leads:
         adapter = _fits_public_model(run)
         save_weights(run.task, run.whole or model, run.directory / "model", adapter=adapter)
-        private.note_released()  # Low-rank factors may have been merged.
+        private.claims.note_released()  # Low-rank factors may have been merged.
 
 
 def _fits_public_model(run: PreparedRun) -> bool:

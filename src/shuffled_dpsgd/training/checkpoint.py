@@ -51,13 +51,13 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 WEIGHTS, _STATE, _RUN = "model.safetensors", "state.pt", "run.json"
 _DIGEST = "digest"
-# With fewer bytes free, a disk is full.
+# A disk with fewer free bytes counts as full.
 _ROOM_LEFT = 1 << 20
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Stateful(Protocol):
-    """Anything with a state of its own that should travel along: a learning-rate scheduler."""
+    """Anything with a state that belongs in the checkpoint, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,7 +82,7 @@ def save_checkpoint(
     if private.is_sharded and not weights:
         raise InvalidArgumentError("weights", expected="True for a sharded model", got=weights)
     private.check()
-    private.check_released()
+    private.claims.check_released()
     randomness = private.world.gather(global_randomness())
     root = Path(directory)
     temporary = first_does(private.world, lambda: _make_room(root, private.steps_taken))
@@ -137,9 +137,9 @@ def _make_room(root: Path, step: int) -> Path:
 
 
 def not_written(target: Path, error: BaseException) -> CheckpointError:
-    """What to raise where a checkpoint could not be written.
+    """The error for a checkpoint that could not be written.
 
-    Of a full disk torch only says that a file is shorter than it should be.
+    When the disk is full, torch only reports a file that is too short.
     """
     free = shutil.disk_usage(target.parent).free
     reason = f"the disk is full: {free:,} bytes are free" if free < _ROOM_LEFT else str(error)
@@ -180,7 +180,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """A checkpoint that fits the run, with a digest of all files; `weights` may be read later."""
+    """A checkpoint that fits the run; `mark` is a digest of all files, `weights` may be empty."""
 
     source: Path
     mark: str
@@ -225,7 +225,7 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
 
 
 def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
-    """All files, but of shards only its own part; a run of the other kind is refused."""
+    """The files that this rank verifies: all, or its share of the shards."""
     shards = [name for name in listed_files(source) if name not in (WEIGHTS, _STATE, _RUN)]
     if bool(shards) != private.is_sharded:
         kinds = {True: "a sharded run", False: "a run with whole weights on every rank"}
@@ -260,7 +260,7 @@ def _restore(
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]
     private.moving_clip.level = state["clip_level"]
-    private.note_released()
+    private.claims.note_released()
     if private.shuffling.frame is not None:
         packed = state["frame"].to(private.device)
         private.shuffling.frame = Permutation(spec=private.shuffling.frame.spec, packed=packed)

@@ -71,8 +71,7 @@ class DrawnBatches:
     """Draws the batches of `run` and knows which of them the user's loop is at.
 
     `before_step(step)` is called before the first batch of a step and says whether the step may be
-    taken. `take_empty_step()` takes the step of an empty logical batch. `check(batch, tensors)`
-    looks at every physical batch before it is handed out.
+    taken. `take_empty_step()` takes the step of an empty logical batch.
 
     `current` is the physical batch in the user's hands, None between two. `num_drawn` counts the
     records of the logical batch up to and including it. With `pads`, a physical batch may end in
@@ -86,13 +85,11 @@ class DrawnBatches:
         meeting: Meeting,
         before_step: Callable[[int], bool],
         take_empty_step: Callable[[], None],
-        check: Callable[[PhysicalBatch, Any], None],
     ) -> None:
         self._run = run
         self._meeting = meeting
         self._before_step = before_step
         self._take_empty_step = take_empty_step
-        self._check = check
         self.current: PhysicalBatch | None = None
         self.num_drawn = 0
         self.pads = False
@@ -257,7 +254,7 @@ class DrawnBatches:
                         continue
                     with run.clock.part("data"):
                         batch = to_device(shaped(part.data), run.device)
-                    self._check(part, batch)
+                    run.neighbours.check(part, batch)
                     run.clock.turn_to("forward and backward")
                     yield batch
                     run.clock.turn_to(OTHER)

@@ -11,7 +11,6 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,8 @@ from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
-from shuffled_dpsgd.training.card import NOT_ABOUT, PrivacyCard, write_card
+from shuffled_dpsgd.training.card import PrivacyCard
+from shuffled_dpsgd.training.claims import Claims
 from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
@@ -46,7 +46,6 @@ from shuffled_dpsgd.training.guards import (
     check_scale,
     check_usable,
 )
-from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import (
     LossMeter,
@@ -57,8 +56,7 @@ from shuffled_dpsgd.training.metrics import (
 )
 from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import describe_weights, digests, watch_saves
-from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
+from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
 from shuffled_dpsgd.training.units import (
@@ -73,17 +71,6 @@ from shuffled_dpsgd.training.watches import ModelWatch
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
-
-
-SEEDED_TWICE = (
-    "steps were released more than once with different sums: a seeded run draws the same batch "
-    "again, and the accountant prices independent draws only"
-)
-CHANGED = "the weights that the model has now: they are others than release() left"
-NO_LEDGER = (
-    "a seeded run was resumed without its ledger on disk, so nobody knows which noise was used "
-    "before on other sums"
-)
 
 
 class PrivateTraining:
@@ -127,54 +114,53 @@ class PrivateTraining:
         self.physical_batch_size = physical_batch_size
         self.world = world or World()
         self._sharding = sharding
-        self.steps_taken = 0
-        self.released = False
-        self._released_as: dict[str, list[str]] | None = None
-        self._trained_as: set[str] | None = None
-        watch_saves(model, None)
-        self.last_metrics: StepMetrics | None = None
-        self.last_sample_norms: torch.Tensor = torch.empty(0)
-        self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        sharing = None if sharding is None else sharding.shards
-        self._meeting = Meeting(self.world, self._trainable, sharing)
-        self._callbacks: list[Callable[[], object]] = []
-        self._losses = LossMeter()
-        self.clock = engine.clock = Clock(self.device.type)
-        self._depth = 0
-        self._closed_because: str | None = None
-        self._watch = ModelWatch(model, optimizer)
-        self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
-        self._optimizer = GuardedOptimizer(optimizer, self._trainable)
-        self.resumed_without_ledger = False
-        self.history = History(self, budget)
         self.unit = unit
         self.units = units
+        self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+        # Where the run is.
+        self.steps_taken = 0
+        self.released = False
+        self.resumed_without_ledger = False
+        self.last_metrics: StepMetrics | None = None
+        self.last_sample_norms: torch.Tensor = torch.empty(0)
         self.rows: Survey | None = None
-        self.moving_clip = MovingClip(plan)
+        self._callbacks: list[Callable[[], object]] = []
+        self._depth = 0
+        self._closed_because: str | None = None
+        self._num_averaged = 0
+
+        # What watches over it.
+        self.clock = engine.clock = Clock(self.device.type)
+        self._losses = LossMeter()
+        self._watch = ModelWatch(model, optimizer)
+        self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._check_time = getattr(engine, "check_time", None) or TimeShare()
-        self._referee = Referee(
-            model,
-            engine,
-            clip_norm=gradient_clip(plan),
-            clip=plan.clip,
-            groups=lambda: engine.clip_groups,
-            rate=check_rate,
-            scale=lambda: getattr(engine, "scale", 1.0),
-            shards=self._shards(check_rate),
-            rows=self._rows_in_hand,
-            may_check=self._check_time.allows,
-            timed=self._check_time.spent,
-        )
+        self.history = History(self, budget)
+        self.moving_clip = MovingClip(plan)
+        self._referee = self._make_referee(check_rate)
         # Other engines than our own have none.
         self._witness = None if hasattr(engine, "witness") else Witness(model, self._is_checking)
-        if self._witness is None:
-            engine.use_referee(self._referee)
-        else:
-            self._referee.witness = self._witness
-            self._witness.wants.append(self._referee.wants)
-        self.witness = self._witness or engine.witness
-        self.witness.losses.scales.append(self._check_scale)
+        self.witness = self._use_referee()
         self.referee = self.moving_clip.watched(self._referee)
+        self.neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
+
+        # What takes a step: batches, the door to a release, the update and the shuffle.
+        sharing = None if sharding is None else sharding.shards
+        self._meeting = Meeting(self.world, self._trainable, sharing)
+        self._drawn = DrawnBatches(
+            self,
+            meeting=self._meeting,
+            before_step=self._begin_step,
+            take_empty_step=self._update,
+        )
+        self._unit_rows: UnitRows | None = None
+        if plan.records_per_unit:
+            engine.rows_per_sample = plan.records_per_unit
+            self._unit_rows = UnitRows(
+                model, plan.records_per_unit, self._rows_to_divide, self._is_checking
+            )
+        self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         self._door = Door(
             names=(*self._trainable, *self.moving_clip.names),
             plan=plan,
@@ -185,25 +171,6 @@ class PrivateTraining:
             fingerprinted=self._fingerprinted,
             timed=self.clock.part,
         )
-        self._drawn = DrawnBatches(
-            self,
-            meeting=self._meeting,
-            before_step=self._begin_step,
-            take_empty_step=self._update,
-            check=lambda drawn, batch: self._neighbours.check(drawn, batch),
-        )
-        # What a claim rests on.
-        parts = ("plan", "engine", "sampler", "mechanism", "ledger", "streams", "referee")
-        self._parts = {name: getattr(self, name) for name in parts}
-        self._gone, self._audited = set[str](), set[str]()
-        self._unit_rows: UnitRows | None = None
-        self._num_averaged = 0
-        if plan.records_per_unit:
-            engine.rows_per_sample = plan.records_per_unit
-            self._unit_rows = UnitRows(
-                model, plan.records_per_unit, self._rows_to_divide, self._is_checking
-            )
-        self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
             model=model,
             optimizer=optimizer,
@@ -212,6 +179,34 @@ class PrivateTraining:
             streams=streams,
             sharding=sharding,
         )
+        self.claims = Claims(self, self._trainable)
+
+    def _make_referee(self, check_rate: float) -> Referee:
+        engine = self.engine
+        return Referee(
+            self.model,
+            engine,
+            clip_norm=gradient_clip(self.plan),
+            clip=self.plan.clip,
+            groups=lambda: engine.clip_groups,
+            rate=check_rate,
+            scale=lambda: getattr(engine, "scale", 1.0),
+            shards=self._shards(check_rate),
+            rows=self._rows_in_hand,
+            may_check=self._check_time.allows,
+            timed=self._check_time.spent,
+        )
+
+    def _use_referee(self) -> Witness:
+        """Show the referee every batch, through the witness of the engine or one of the run's."""
+        if self._witness is None:
+            self.engine.use_referee(self._referee)
+        else:
+            self._referee.witness = self._witness
+            self._witness.wants.append(self._referee.wants)
+        witness = self._witness or self.engine.witness
+        witness.losses.scales.append(self._check_scale)
+        return witness
 
     @property
     def device(self) -> torch.device:
@@ -227,6 +222,11 @@ class PrivateTraining:
     def closed(self) -> bool:
         """Whether the run is detached from the model and the optimizer."""
         return self._closed_because is not None
+
+    @property
+    def shows_sums(self) -> bool:
+        """Whether the released weights tell every sum, in exact arithmetic."""
+        return self._optimizer.shows_sums and self.plan.clip_quantile is None
 
     @property
     def is_sharded(self) -> bool:
@@ -336,7 +336,7 @@ class PrivateTraining:
             pad_batches=pad_batches,
             background=background,
         )
-        self._neighbours.use_loader(records, collate, in_worker=workers > 0)
+        self.neighbours.use_loader(records, collate, in_worker=workers > 0)
         return stream
 
     def epochs(self) -> Iterator[int]:
@@ -373,10 +373,6 @@ class PrivateTraining:
             )
         return self.units
 
-    def layout(self, data: MapStyle, *, pad_batches: bool = False) -> Layout:
-        """How logical batches of `data` are divided into physical ones."""
-        return self._drawn.layout(data, pad_batches=pad_batches)
-
     def backward(self, losses: torch.Tensor) -> None:
         """Back-propagate one loss per sample; a plain `backward()` does so unseen, and is said.
 
@@ -393,7 +389,7 @@ class PrivateTraining:
             # This rank has nothing to count and runs one record to keep in step with the others.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
-        self._neighbours.check_losses(losses)
+        self.neighbours.check_losses(losses)
         # Started here, so that a GPU has finished it when the step waits for the norms.
         self._weights.ask()
         if reduced and self._witness is None:
@@ -401,17 +397,15 @@ class PrivateTraining:
         if current is not None and current.part.weights:
             losses, count = by_unit(losses, current.part), current.part.samples
             self._num_averaged += current.size
-        if current is not None and (self._drawn.pads or current.padded):
-            if current.size > 0:
-                self._losses.add(losses[: current.size], count=current.size, mean=False)
-            losses = self.moving_clip.scaled(losses, current.size)
-            self.engine.backward(losses, counted=current.size)
-            self._settle_referee()
-            return
+        pads = current is not None and (self._drawn.pads or current.padded)
+        if current is not None and pads:
+            count = current.size
         if count > 0:
-            self._losses.add(losses, count=count, mean=reduced)
+            self._losses.add(losses[:count] if pads else losses, count=count, mean=reduced)
         losses = self.moving_clip.scaled(losses, count)
-        if reduced:
+        if pads:
+            self.engine.backward(losses, counted=count)
+        elif reduced:
             losses.backward()
         else:
             self.engine.backward(losses)
@@ -458,16 +452,6 @@ class PrivateTraining:
         self._update()
         return True
 
-    def audit_with(self, **parts: Any) -> None:
-        """Put an audit's own objects in the place of parts: the plan's claims stay, and it is said.
-
-        Whoever replaces a part otherwise loses every claim.
-        """
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._parts |= parts
-        self._audited |= set(parts)
-
     def use_loss(
         self, loss: Callable[[Any, Any], torch.Tensor], *, is_trained_on: bool = False
     ) -> None:
@@ -475,7 +459,7 @@ class PrivateTraining:
 
         And that it is what `backward` is given, unless the caller knows that it `is_trained_on`.
         """
-        self._neighbours.use_loss(loss, is_trained_on=is_trained_on)
+        self.neighbours.use_loss(loss, is_trained_on=is_trained_on)
 
     def discard(self) -> None:
         """Drop what was accumulated since the last update; nothing of it has been released."""
@@ -543,51 +527,12 @@ class PrivateTraining:
         if self.plan.shuffle == "at-release" and self.plan.permutes:
             self.shuffling.permute(self.plan.num_steps)
         self.released = True
-        self.note_released()
+        self.claims.note_released()
         self.history.note_end()
-
-    def note_released(self) -> None:
-        """Record digests of the released weights, for the card and for whoever saves others."""
-        self._released_as = known = describe_weights(self.model) if self.released else None
-        self._trained_as = self._trained_now()
-        watch_saves(self.model, None if known is None or self.is_sharded else known["trained"])
-
-    def _trained_now(self) -> set[str] | None:
-        return digests(self._trainable.values()) if self.released else None
-
-    def check_released(self) -> None:
-        """Refuse weights that were changed after `release()`."""
-        if self._released_as not in (None, describe_weights(self.model)):
-            raise InvalidArgumentError(
-                "model",
-                expected="the weights as release() left them, which the privacy card is about",
-                got="weights that were changed since",
-                remedy="save before you train on or change them; what is made of released weights "
-                "without the private records may be saved by itself, as model.save_pretrained does",
-            )
 
     def card(self) -> PrivacyCard:
         """The privacy card: what may be claimed about everything released so far."""
-        parts = ", ".join(sorted(self._audited))
-        audited = [f"not checked: an audit took the place of the run's {parts}"] if parts else []
-        card = write_card(
-            self.plan,
-            num_steps=self.ledger.spent,
-            spec=self.spec,
-            released=self.released,
-            shuffles_verified=self.shuffling.num_verified,
-            samples_checked=self.engine.num_checked_by_coin,
-            checks=self.referee.checks,
-            why_not=self._why_not_certified(),
-            not_checked=(*self._neighbours.not_checked, *audited),
-            shows_sums=self._optimizer.shows_sums and self.plan.clip_quantile is None,
-        )
-        # A rank of a sharded run has its own rows only, so it has no digest of the whole.
-        known = {} if self.is_sharded else self._released_as or {}
-        card = replace(card, weights=known)
-        subject = {"unit": describe_unit(self.plan, self.unit, self.rows, self.units)}
-        subject |= {NOT_ABOUT: CHANGED} if self._trained_as != self._trained_now() else {}
-        return self.history.added_to(card).about(**subject)
+        return self.claims.card()
 
     @property
     def epsilon(self) -> PrivacyClaim:
@@ -605,16 +550,6 @@ class PrivateTraining:
         """
         return self.card().epsilon(self.plan.delta if delta is None else delta, so_far=True)
 
-    def _why_not_certified(self) -> tuple[str, ...]:
-        """Events of this run after which no ε can be certified."""
-        self._gone |= {n for n, part in self._parts.items() if getattr(self, n) is not part}
-        gone = ", ".join(sorted(self._gone))
-        reasons = [f"another object took the place of the run's {gone}"] if gone else []
-        if not self.plan.secure:
-            reasons += [SEEDED_TWICE] if self.ledger.repeated_steps else []
-            reasons += [NO_LEDGER] if self.resumed_without_ledger else []
-        return tuple(reasons)
-
     def close(self, *, because: str = "private.close() was called") -> None:
         """Remove all hooks, but for the one that warns who saves others than released weights."""
         if not self.closed:
@@ -623,7 +558,7 @@ class PrivateTraining:
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
-        self._neighbours.close()
+        self.neighbours.close()
         if self._sharding is not None:
             self._sharding.detach()
 
@@ -725,7 +660,7 @@ class PrivateTraining:
             release=Release.of(self.plan, norms_of_blocks),
         )
         self.steps_taken += 1
-        self.history.note(self._why_not_certified())
+        self.history.note(self.claims.why_not_certified())
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             with self.clock.part("shuffle"):
                 self.shuffling.permute(step)

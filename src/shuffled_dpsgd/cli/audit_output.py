@@ -25,25 +25,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
-    """A bar over (done, total) on standard error, from the first call on, or nothing at all."""
-    if quiet:
-        yield None
-        return
+def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object]]:
+    """A bar over (done, total) on standard error, unless `quiet`."""
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), transient=True)
-    task = bar.add_task("auditing", total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("auditing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def deliver(report: AuditReport, output: Path | None, as_json: bool) -> None:

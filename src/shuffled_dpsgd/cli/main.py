@@ -11,7 +11,7 @@ from shuffled_dpsgd.cli.advise import advise
 from shuffled_dpsgd.cli.card import card, verify
 from shuffled_dpsgd.cli.experiments import VERBS, register
 from shuffled_dpsgd.cli.inspect import inspect
-from shuffled_dpsgd.cli.output import OneLineGroup, add_verb, shown_examples
+from shuffled_dpsgd.cli.output import EXAMPLES, OneLineGroup, shown_examples
 from shuffled_dpsgd.cli.plan import plan
 from shuffled_dpsgd.cli.train import train
 from shuffled_dpsgd.cli.use import evaluate, generate, predict, report
@@ -57,7 +57,8 @@ def options(
 
 for panel, verbs in PANELS.items():
     for verb in verbs:
-        add_verb(app, verb, panel)
+        name = verb.__name__
+        app.command(name.replace("_", "-"), epilog=EXAMPLES[name], rich_help_panel=panel)(verb)
 app.add_typer(audit.app, rich_help_panel="What ε costs and means")
 app.add_typer(budget.app, rich_help_panel="What ε costs and means")
 register(app, VERBS, rich_help_panel="The paper's experiments")

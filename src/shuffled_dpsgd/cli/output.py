@@ -98,13 +98,6 @@ def verb(*examples: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return made
 
 
-def add_verb(app: typer.Typer, function: Callable[..., Any], panel: str) -> None:
-    """Register a verb under its name, in a panel of the command's help."""
-    name = function.__name__
-    command = app.command(name.replace("_", "-"), epilog=EXAMPLES[name], rich_help_panel=panel)
-    command(function)
-
-
 def shown_examples(*examples: str) -> str:
     """Calls of the command, for the end of a help text.
 

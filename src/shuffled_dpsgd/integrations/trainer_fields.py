@@ -60,7 +60,8 @@ def settled(args: Any) -> Any:
         elif decision.word == "refused" and _was_asked_for(item, got):
             raise _refusal(item.name, repr(_default(item)), got, decision.remedy)
         elif decision.only:
-            odd = [each for each in _several(got) if each not in decision.only]
+            several = got if isinstance(got, list | tuple) else [got]
+            odd = [each for each in several if each not in decision.only]
             if odd:
                 raise _refusal(item.name, f"one of {decision.only}", odd[0], decision.remedy)
         elif decision.word == "set" and got != decision.value:
@@ -101,10 +102,6 @@ def _was_asked_for(item: Any, got: Any) -> bool:
     """Whether a field has another value than its default; None, False and empty count as one."""
     default = _default(item)
     return got != default and bool(got or default)
-
-
-def _several(got: Any) -> list[Any]:
-    return list(got) if isinstance(got, list | tuple) else [got]
 
 
 def _refusal(name: str, expected: str, got: Any, remedy: str) -> InvalidArgumentError:

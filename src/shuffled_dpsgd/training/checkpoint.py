@@ -107,7 +107,9 @@ def save_checkpoint(
         target = root / f"checkpoint-{private.steps_taken:08d}"
         try:
             if not shards:
-                _save_weights(private.model, temporary, whole=weights)
+                digest = None if weights else {_DIGEST: _digest(private.model)}
+                tensors = _on_host(private.model) if weights else {}
+                save_file(tensors, temporary / WEIGHTS, metadata=digest)
             torch.save(state | _position(private, randomness), temporary / _STATE)
             (temporary / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
             names = (_STATE, _RUN) if shards else (WEIGHTS, _STATE, _RUN)
@@ -303,14 +305,6 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
 def _spec_hash(private: PrivateTraining) -> str:
     spec = None if private.spec is None else private.spec.to_json()
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _save_weights(model: torch.nn.Module, folder: Path, *, whole: bool) -> None:
-    """Write the weights into `folder`, or, unless `whole`, only their digest."""
-    if whole:
-        save_file(_on_host(model), folder / WEIGHTS)
-    else:
-        save_file({}, folder / WEIGHTS, metadata={_DIGEST: _digest(model)})
 
 
 def _read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -73,7 +73,10 @@ def make_plan(
                 noise_multiplier=unshuffled_noise,
             )
         )
-    return _freeze(options, tuple(blocks), falls_back=falls_back, noise_rows=rows)
+    planned = {item.name for item in fields(PrivacyPlan)}
+    kept = {name: value for name, value in options_in(options).items() if name in planned}
+    kept["num_steps"] = options.steps()
+    return PrivacyPlan(**kept, falls_back=falls_back, blocks=tuple(blocks), noise_rows=rows)
 
 
 def _banded(options: PrivacyOptions) -> tuple[PrivacyOptions, Rows]:
@@ -133,15 +136,6 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
         delta_split=options.delta_split,
     )
     return paper.noise_multiplier, paper.unshuffled_noise_multiplier
-
-
-def _freeze(
-    options: PrivacyOptions, blocks: tuple[NoiseBlock, ...], *, falls_back: bool, noise_rows: Rows
-) -> PrivacyPlan:
-    planned = {item.name for item in fields(PrivacyPlan)}
-    kept = {name: value for name, value in options_in(options).items() if name in planned}
-    kept["num_steps"] = options.steps()
-    return PrivacyPlan(**kept, falls_back=falls_back, blocks=blocks, noise_rows=noise_rows)
 
 
 def large_delta(plan: PrivacyPlan) -> str | None:

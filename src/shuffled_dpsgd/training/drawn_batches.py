@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
 
-# What the generator of a stream gives after every step.
+# The generator of a stream yields this after every step.
 _STEP_ENDS = object()
 
 

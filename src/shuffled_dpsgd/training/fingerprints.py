@@ -1,8 +1,8 @@
-"""Keyed fingerprints of tensors: equal for equal bits, and for different bits never by accident.
+"""Keyed fingerprints of tensors: equal for equal bits, and different for different bits.
 
-A ledger tells a repeated release from a new one by what it is computed from. Two numbers per tensor
-will not do: data and their negative have gradients of one norm, and often of one sum. So every bit
-counts, under a key that the data do not know. Without the key a fingerprint says nothing about the
+The ledger recognises a repeated release by the fingerprint of the sums it is computed from. Two
+norms per tensor are not enough: data and their negative have gradients of the same norm. So the
+fingerprint depends on every bit, under a secret key. Without the key it reveals nothing about the
 tensors, not even to somebody who guesses them.
 """
 
@@ -15,16 +15,16 @@ import torch
 
 from shuffled_dpsgd.core.ledger import fingerprint as core_fingerprint
 
-# Each word tells two tensors apart but for a chance of 2^-32; four of them but for 2^-128.
+# One word collides with probability 2^-32 at most, four of them with 2^-128.
 _WORDS = 4
 _CHUNK = 1 << 21
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor], key: bytes) -> str:
-    """The core's fingerprint, with little to copy from an accelerator.
+    """The core's fingerprint, computed so that little is copied from an accelerator.
 
-    Copying a model from a GPU at every step would take longer than the step. There, vectors are
-    compressed by a universal hash first, and only the result is copied.
+    Copying all sums from a GPU would take longer than the step. There they are first compressed by
+    a universal hash, and only the result is copied.
     """
     described: dict[str, torch.Tensor] = {}
     on_devices: dict[torch.device, list[torch.Tensor]] = {}
@@ -42,7 +42,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], key: bytes) -> str:
 
 
 def summary(tensors: list[torch.Tensor]) -> str:
-    """Two norms of each tensor, to the last bit: enough to recognise a release, no proof of one."""
+    """Two norms of each tensor, to the last bit: a quick comparison, not a proof of equality."""
     norms = [norm for order in (1, 2) for norm in torch._foreach_norm(tensors, order)]
     return repr(torch.stack([norm.double() for norm in norms]).tolist())
 
@@ -50,7 +50,7 @@ def summary(tensors: list[torch.Tensor]) -> str:
 def compress(flats: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
     """Four 64-bit words of vectors of 32-bit or wider entries, computed where they lie.
 
-    Vectors count as one, end to end: how it is cut makes no difference. Multilinear hashing (Lemire
+    The vectors are hashed as if they were concatenated. Multilinear hashing (Lemire
     and Kaser, 2014): the sum of entries times random 64-bit numbers, modulo 2^64. For any two
     different vectors fixed before the numbers are drawn, the upper 32 bits of a word agree with
     probability 2^-32 at most.

@@ -1,4 +1,4 @@
-"""The generators everybody shares: taken down, and put back to where they were."""
+"""The global random generators of torch, NumPy and Python: saved, restored and seeded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shuffled_dpsgd.runtime.random_states import seed_all
 
 
 def global_randomness() -> dict[str, Any]:
-    """The generators that dropout and data augmentation use; never those of noise or sampling."""
+    """The state of the generators that dropout and augmentation use, never of noise or sampling."""
     version, words, next_gauss = random.getstate()
     kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     words32 = np.asarray(keys, dtype=np.int64)
@@ -27,7 +27,7 @@ def global_randomness() -> dict[str, Any]:
 
 
 def set_global_randomness(state: dict[str, Any]) -> None:
-    """Put the generators back to where `global_randomness` found them."""
+    """Restore a state that `global_randomness` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -39,9 +39,9 @@ def set_global_randomness(state: dict[str, Any]) -> None:
 
 
 def seed_rank(rank: int) -> None:
-    """From here on the generators of this rank go their own way; rank 0's stay as they are.
+    """Give this rank's generators a seed of their own; those of rank 0 stay as they are.
 
-    Ranks that started alike would otherwise give their samples the same dropout masks.
+    Ranks with equal states would otherwise apply the same dropout masks to different samples.
     """
     if rank == 0:
         return
@@ -50,7 +50,7 @@ def seed_rank(rank: int) -> None:
 
 
 def seed_dropout(seed: int) -> None:
-    """Have the shared generators follow the seed of a run, by a hash that does not show it."""
+    """Seed the global generators by a hash of the run's seed, which does not reveal it."""
     _begin_at(f"dropout of a run:{seed}")
 
 
@@ -61,9 +61,9 @@ def _begin_at(label: str) -> None:
 def loader_generator(
     streams: RandomStreams, purpose: Purpose, step: int, index: int = 0
 ) -> torch.Generator:
-    """A torch generator on the CPU, for what privacy does not rest on: loaders, augmentation.
+    """A torch generator on the CPU for loaders and augmentation, on which no privacy rests.
 
-    It keeps 64 bits of the key at most, and is no cryptographic generator.
+    It is not cryptographic and uses at most 64 bits of the key.
     """
     seed = int.from_bytes(streams.key(purpose, step, index)[:8], "little") >> 1
     return torch.Generator().manual_seed(seed)

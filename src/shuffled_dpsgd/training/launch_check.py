@@ -1,8 +1,7 @@
-"""What is settled before the ranks of a launch take a first step together.
+"""Compares the ranks of a launch before their first step.
 
-They must run the same versions, the same plan, the same optimizer and the same records: anything
-else would be noticed by nobody later, and would make the sums mean something else than the plan
-accounts for. A refusal names the rank that differs.
+They must have the same versions, plan, optimizer and records. A difference would go unnoticed
+later, and the sums would no longer be those that the plan accounts for. A refusal names the rank.
 """
 
 from __future__ import annotations
@@ -79,9 +78,8 @@ def join_ranks(
 def compare_records(world: World, data: MapStyle) -> None:
     """Refuse data that differ between ranks, by their number and by records that rank 0 draws.
 
-    Which records are compared is not known beforehand, and others are drawn at every call. All
-    ranks load them under the same random numbers. Records that differ even then from one load to
-    the next are compared by number alone.
+    Other records are drawn at every call. All ranks load them under the same random state. Records
+    that still differ from one load to the next are compared by their number alone.
     """
     remedy = "give every rank the same data, in the same order"
     agree(world, {"number of records": len(data)}, remedy=remedy)
@@ -115,19 +113,19 @@ def _facts(
 
 
 def _shown(plan: PrivacyPlan, name: str, mark: str) -> Any:
-    """A field as a refusal shows it: its value, or a mark of what is secret or long."""
+    """A field as a refusal shows it: its value, or a hash if it is secret or long."""
     value = getattr(plan, name)
     plain = value is None or isinstance(value, bool | int | float | str)
     return value if plain and name != "seed" else mark
 
 
 def _hardware(device: torch.device) -> str:
-    """Another kind of GPU rounds differently, and equal weights would drift apart."""
+    """GPUs of different kinds round differently, so equal weights would drift apart."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _version(package: str) -> str | None:
-    """Of what is imported: another rank's file may be another one than the metadata say."""
+    """The version that is imported, which may differ from what the installed metadata say."""
     return getattr(sys.modules.get(package), "__version__", None)
 
 

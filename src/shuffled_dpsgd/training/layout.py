@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Fixed cost of a physical batch, in tokens of a small Transformer: mostly kernel launches. On an
+# The fixed cost of a physical batch, in tokens of a small Transformer: mostly launches. On an
 # H200, MiniLM took 15,900 to 17,500 samples a second in two batches a step and 11,700 in three
 # (16 November 2026).
 TOKENS_PER_BATCH = {"cpu": 256, "cuda": 32768}
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """At most `size` samples of at most `length` tokens, for `room` samples of a logical batch."""
+    """Batches of up to `size` samples of up to `length` tokens; `room` samples use this shape."""
 
     length: int
     size: int

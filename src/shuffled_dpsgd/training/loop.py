@@ -39,8 +39,8 @@ Precision = Literal["float32", "bf16"]
 class Progress:
     """What a callback receives after each update.
 
-    `certified` and `paper` (heuristic) are spent so far. They are no claims: the card of a run that
-    stops here claims the plan's ε. The metrics are computed from private data without noise.
+    `certified` and `paper` (heuristic) are what was spent so far, and not claims: the card of a run
+    that stops here claims the plan's ε. Metrics are computed from private data without noise.
     """
 
     metrics: StepMetrics

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet in every step: to divide what was drawn, and to compare notes.
+"""What the ranks of a run exchange in every step: parts of the batch, norms, losses, checks.
 
-All ranks draw the same Poisson batch, and each takes every so many-th record of it. So the union is
-the Poisson batch of one process, whatever the number of ranks, and no record is in two parts.
+All ranks draw the same Poisson batch, and with W ranks each takes every W-th record of it. So the
+union is the batch that one process would draw, and no record is in two parts.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Meeting:
         return tuple(indices[self._world.rank :: self._world.size])
 
     def most_parts(self, indices: Sequence[int], count: Callable[[Sequence[int]], int]) -> int:
-        """How many physical batches the rank has that has the most; `count` says it of one part.
+        """The largest number of physical batches on any rank; `count` gives it for one part.
 
-        Every rank knows what all ranks draw, so none needs to ask.
+        Every rank knows what all ranks draw, so nothing is communicated.
         """
         size = self._world.size
         return max(count(indices[rank::size]) for rank in range(size))
@@ -66,7 +66,7 @@ class Meeting:
     ) -> tuple[torch.Tensor, float | None]:
         """Bring together the norms of all samples of the step, and their mean loss.
 
-        A rank where `find_norms` fails says so to the others, so that no rank waits for it.
+        If `find_norms` fails on a rank, it tells the others, so that no rank waits for it.
 
         Raises:
             RankError: a rank failed, or ranks are not at the same step of the same run.

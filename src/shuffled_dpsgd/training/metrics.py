@@ -1,4 +1,4 @@
-"""What a step looked like from inside.
+"""Metrics of a step: loss, gradient norms, and what the noise did.
 
 Loss, norms and shares are computed from private data and carry no noise: they are for whoever
 holds the data, and publishing them is not covered by any epsilon.
@@ -19,11 +19,11 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 
 class Unnoised(float):
-    """A number computed from the records without noise: to look at, not to steer by.
+    """A number computed from the records without noise: to look at, not to base decisions on.
 
-    It prints, sums and goes into JSON as any other, and so does what is computed from it. What
-    takes it for a plain number by `float()`, as `ReduceLROnPlateau` does, is refused: a choice made
-    by it is a release that no ε covers. A copy by `torch.tensor` or numpy is plain.
+    It prints, adds up and goes into JSON like any other number, and so do results computed from it.
+    `float()` of it, as in `ReduceLROnPlateau`, is refused: a decision based on it is a release that
+    no ε covers. A copy by `torch.tensor` or NumPy is a plain number.
 
     >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1, type(-sum([Unnoised(0.25)]) / 2).__name__
     ('0.2', True, 'Unnoised')
@@ -36,7 +36,7 @@ class Unnoised(float):
 
 
 def _keeping(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of plain numbers whose result has no noise either."""
+    """An operation of plain numbers, whose result is unnoised as well."""
 
     def method(*numbers: Any) -> Any:
         found = operation(*numbers)
@@ -53,7 +53,7 @@ for _name in ("neg", "pos", "abs", "round"):
 
 
 class UnnoisedTensor(torch.Tensor):
-    """The same for a tensor, and for tensors computed from it. `tolist` writes it down."""
+    """The same for a tensor, and for tensors computed from it; `tolist` gives plain numbers."""
 
     def __float__(self) -> float:
         raise _refusal(repr(self.tolist()))
@@ -73,7 +73,7 @@ def _refusal(got: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRelease:
-    """What one block went through: norm of its sum before and after the batch clip, and noise."""
+    """One block of a release: the norm of its sum, its batch clip, and the norm of its noise."""
 
     name: str
     norm_on_device: torch.Tensor

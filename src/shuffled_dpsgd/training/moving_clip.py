@@ -1,9 +1,9 @@
-"""A clip that moves during a run: by a public schedule, or after the norms of the records.
+"""A clip norm that changes during a run: by a public schedule, or following the gradient norms.
 
 The plan's C stays. Losses are divided by a level before the backward, so that a gradient is clipped
 at level · C, and the private gradient is multiplied by the level afterwards. The level is public
-before a step begins: it is the user's, or was computed from earlier releases. So every step is the
-mechanism that the plan prices, whatever the level, and ε is the same as with a clip that stays.
+before a step begins: the user sets it, or it was computed from earlier releases. So every step is
+the mechanism that the plan prices, whatever the level, and ε is the same as with a fixed clip.
 
 With `clip_quantile` the level follows the norms (Andrew et al., 2021). Each record adds one more
 coordinate: +s if its norm is below the clip, -s if not. Its gradient is clipped to sqrt(C² - s²),
@@ -33,7 +33,7 @@ _LARGEST_SHARE = 0.3
 
 
 def coordinate_share(plan: PrivacyPlan) -> float:
-    """s / C: what of its norm a record gives to the coordinate; 0 where the clip follows nothing.
+    """s / C: the part of C that a record uses for the coordinate; 0 unless the clip follows norms.
 
     As large as the count needs for noise of a twentieth of the batch, and 0.3 at most, which
     leaves 0.95 of C to the gradient.
@@ -45,7 +45,7 @@ def coordinate_share(plan: PrivacyPlan) -> float:
 
 
 def gradient_clip(plan: PrivacyPlan) -> float:
-    """What is left of C for the gradients."""
+    """The clip of the gradients: what the coordinate leaves of C."""
     return plan.clip_norm * math.sqrt(1.0 - coordinate_share(plan) ** 2)
 
 
@@ -74,11 +74,11 @@ class MovingClip:
 
     @property
     def clip_norm(self) -> float:
-        """Where a gradient is clipped now."""
+        """The present clip norm of a gradient."""
         return self.level * gradient_clip(self._plan)
 
     def set(self, clip_norm: float) -> None:
-        """Clip here from the next step on.
+        """Use this clip norm from the next step on.
 
         Raises:
             InvalidArgumentError: the clip follows the norms, or a step has begun.
@@ -94,12 +94,12 @@ class MovingClip:
         self.level = clip_norm / self._plan.clip_norm
 
     def scaled(self, losses: torch.Tensor, rows: int) -> torch.Tensor:
-        """The losses, of so many records, to go backward from."""
+        """The losses of `rows` records, divided by the level."""
         self._rows += rows
         return losses if self.level == 1.0 else losses / self.level
 
     def forget(self) -> None:
-        """The step begins again."""
+        """Forget the records of the step, which begins again."""
         self._rows = 0
 
     def counted(self, engine: ClippedSums) -> ClippedSums:

@@ -1,7 +1,7 @@
-"""The neighbour tests of a run: of what makes its batches, and of its loss.
+"""The neighbour tests of a run: does its loader or its loss mix records of a batch?
 
-Every batch is tried until the first release, so that what mixes records is found before anything is
-out; then every new kind of batch, and others at random. The model itself is tried by the engine.
+Every batch is tested until the first release, so that mixing is found before anything is released.
+After that, every new kind of batch is tested, and others at random. The engine tests the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shuffled_dpsgd.training.loss_check import LossExchange, PerSampleLoss
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
-# Of a Poisson number, more are hardly ever drawn.
+# In standard deviations of a Poisson number, which is hardly ever larger.
 _MANY_DEVIATIONS = 5
 NO_LOSS = (
     "not checked: that the loss of a record does not depend on its batch (make_private was given "
@@ -46,11 +46,11 @@ class NeighbourTests:
         self._loss: LossExchange | None = None
         self._made_of: tuple[Any, Any, bool] | None = None
         self._labels = LabelCheck(run.model)
-        # The releases there were when the latest batch was handed out.
+        # The number of releases when a batch was last tested.
         self._tried_at = 0
 
     def use_loss(self, loss: PerSampleLoss, *, is_trained_on: bool) -> None:
-        """Test this loss from here on, and that it is what is trained on, unless it is known."""
+        """Test this loss from here on and, unless `is_trained_on`, that it is the loss in use."""
         self._loss = LossExchange(
             self._run.model,
             loss,
@@ -86,7 +86,7 @@ class NeighbourTests:
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """What the card lists among the assumptions because nobody has tried it."""
+        """What was not tested, which the card lists among the assumptions."""
         reasons = [] if self._loss is not None else [NO_LOSS]
         if self._loss is not None and self._run.ledger.spent > self._tried_at:
             self._loss.note_unseen()
@@ -104,7 +104,7 @@ class NeighbourTests:
         return tuple(reasons)
 
     def close(self) -> None:
-        """Leave nothing on the model."""
+        """Remove all hooks from the model."""
         self._labels.stop()
 
     def check_losses(self, losses: Tensor) -> None:

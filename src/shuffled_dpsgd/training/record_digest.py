@@ -1,6 +1,6 @@
-"""Whether records, or rows of two batches, are the same bit for bit; and digests to know them by.
+"""Compares records, and rows of batches, bit for bit; and computes digests of them.
 
-Whoever has neither the key nor the records learns nothing from a keyed digest.
+A keyed digest reveals nothing to anybody without the key or the records.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def keyed(content: bytes, salt: str) -> str:
 
 
 def row_digest(record: Any) -> bytes:
-    """What one record is told from others by; for memory only, since it has no key."""
+    """A digest that identifies a record; never stored, because it has no key."""
     whole = hashlib.blake2b(digest_size=16)
     _add(whole, record)
     return whole.digest()
@@ -120,7 +120,7 @@ def _cut(tensor: Tensor, lengths: list[int], at_end: bool) -> Tensor:
 
 
 def _add(whole: Any, value: Any) -> None:
-    """Each value with its kind and length before it, so that no two can run together."""
+    """Add a value after its kind and length, so that adjacent values cannot be confused."""
     if isinstance(value, tuple | list):
         if value and all(type(item) is int for item in value):
             _add_bytes(whole, "ints", repr(value).encode())

@@ -1,9 +1,9 @@
 """Which weights a card is about: digests of every tensor that was released.
 
-A card says nothing of weights that were trained on afterwards, and `model.save_pretrained` or
-`torch.save` ask nobody. So the card carries a digest of each tensor as `release()` left it.
-`compare_weights` says whether a saved model, whatever its format, has those tensors, and a
-`SaveWatch` warns whoever saves others.
+A card says nothing about weights that were trained further, and `model.save_pretrained` and
+`torch.save` do not check. So the card carries a digest of each tensor as `release()` left it.
+`compare_weights` says whether a saved model in any format has those tensors, and a `SaveWatch` on
+the model warns when other weights are saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGITS = 24
 
 
 class ChangedWeightsWarning(UserWarning):
-    """A `state_dict` was taken of weights that are others than `release()` left."""
+    """A `state_dict` was taken of weights that differ from those `release()` left."""
 
 
 def describe_weights(model: nn.Module) -> dict[str, list[str]]:
@@ -42,10 +42,10 @@ def describe_weights(model: nn.Module) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class SaveWatch:
-    """Says so when the `state_dict` is taken of a model whose `trained` tensors are others by now.
+    """Warns when the `state_dict` is taken of a model without the `trained` tensors.
 
-    It stays on the model, and on copies. Pickles, which others load without this library, have
-    something in its place that does nothing when it is called.
+    It stays on the model and on copies of it. In a pickle, which may be loaded without this
+    library, it is replaced by a module that does nothing.
     """
 
     trained: frozenset[str]
@@ -68,7 +68,7 @@ class SaveWatch:
 
 
 def watch_saves(model: nn.Module, trained: Iterable[str] | None) -> None:
-    """Put a watch on a model in place of any earlier one, or none."""
+    """Replace any watch on the model by one for these digests, or remove it for None."""
     for module in model.modules():
         hooks = module._state_dict_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, SaveWatch)]:
@@ -78,7 +78,7 @@ def watch_saves(model: nn.Module, trained: Iterable[str] | None) -> None:
 
 
 def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
-    """Refuse saved weights that are others than those a card is about.
+    """Refuse saved weights that differ from those a card is about.
 
     `card` is the card's JSON; `saved` a folder or file of weights, a state dict or a model. What is
     saved may lack tensors that were not trained, as an adapter alone does, and names do not matter.
@@ -105,7 +105,7 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
 
 
 def digests(tensors: Iterable[Tensor]) -> set[str]:
-    """By content: tied tensors are one, whatever they are called."""
+    """Digests by content and not by name; tied tensors count once."""
     found = set()
     for tensor in chain.from_iterable(map(parts_of, all_held(tensors))):
         whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())

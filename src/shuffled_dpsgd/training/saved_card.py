@@ -1,9 +1,9 @@
-"""A card read back from JSON, and refused where it is not what this version would write.
+"""Reads a card from JSON, and refuses one that this version would not have written.
 
 A card holds the plan of its run, without the seed. Everything that follows from the plan and the
-number of steps is written again and compared: claims, what they mean, noise, sampler, assumptions.
-In the folder of a run, plan and steps are compared with its ledger too. What only the run knew (the
-names of model and data, how often something was compared, audits) is taken as it stands.
+number of steps is computed again and compared: claims and their meaning, noise, sampler,
+assumptions. In a run's folder, plan and steps are also compared with the ledger. What only the run
+knew (names of model and data, numbers of checks, audits) is taken as it stands.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def write_shards(
     except (CheckpointException, OSError) as error:
         failure = not_written(checkpoint, _first_cause(error))
         if isinstance(error, CheckpointException):
-            world.is_any(True)  # All look at the disk before the first of them tidies up.
+            world.is_any(True)  # Wait until all ranks have looked at the disk; one then tidies up.
         raise failure from error
     own = [*folder.glob(f"__{world.rank}_*"), *([folder / _METADATA] if world.leads else [])]
     found = world.gather({f"{SHARDS}/{path.name}": hash_file(path) for path in own})
@@ -115,7 +115,7 @@ def with_shards(stored: Any, own: Any) -> Any:
 
 
 def _prepare_optimizer(optimizer: torch.optim.Optimizer, described: Mapping[str, Any]) -> None:
-    """Give the optimizer the stored settings, and a state whose sharded tensors are still zero."""
+    """Give the optimizer the stored settings, and a state with zeros for sharded tensors."""
     optimizer.load_state_dict({"state": {}, "param_groups": described["param_groups"]})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, kept in described["state"].items():
@@ -138,7 +138,7 @@ def _contents(
 
 
 def _spread_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The sharded tensors inside nested dictionaries, by where they are."""
+    """The sharded tensors inside nested dictionaries, by dotted path."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _spread_in(value, f"{path}.{key}")

@@ -1,9 +1,9 @@
-"""Does the shuffle leave the model's function alone? Asked of the model itself, on its own batches.
+"""Checks on batches of the run that a shuffle leaves the model's function unchanged.
 
-A spec is proven from what a model is made of. It cannot know how somebody calls it: with a mask
-per head, or past a block straight to one of its layers. So the outputs for a few samples of the
-run are compared before and after a shuffle: once as a trial before the first release, then at the
-first shuffles and ever more rarely. Weights, modes and generators are as they were afterwards.
+A spec is derived from the model's modules. It cannot know how the model is called: with a mask for
+each head, or by calling a layer inside a block directly. So the outputs for a few samples are
+compared before and after a shuffle: as a trial before the first release, at the first shuffles, and
+then ever more rarely. Weights, modes and random generators are restored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 _HALF_TOLERANCE = 1e-1
-# Of larger outputs only so many entries are kept: the logits of a language model are many.
+# At most so many entries of an output are kept: the logits of a language model are many.
 _MOST_ENTRIES = 1 << 20
-# Samples of a batch that are enough to see whether outputs change.
+# So many samples are enough to see whether outputs change.
 _MOST_SAMPLES = 8
 
 # Later shuffles are compared in evaluation mode only.
@@ -45,9 +45,9 @@ Outputs = tuple[torch.Tensor, ...]
 class ShuffleCheck:
     """Compares outputs before and after shuffles of `model` by `spec`.
 
-    A model is run in evaluation mode, and in the mode it trains in if nothing is random there:
-    dropout strikes places, not units, so masks do not move with the weights. Of a
-    sharded model, weights are gathered as needed; each rank runs it with inputs of its own.
+    The model is run in evaluation mode, and also in training mode if nothing is random there.
+    Dropout masks do not move with the weights, so outputs under dropout cannot be compared. The
+    weights of a sharded model are gathered as needed; each rank uses its own inputs.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class ShuffleCheck:
         self._repeats_in_training: bool | None = None
 
     def listen(self) -> RemovableHandle:
-        """Note what the model is called with, until the handle is removed."""
+        """Record what the model is called with, until the handle is removed."""
         return self._model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def forget(self) -> None:
-        """The batch is over: the next one's inputs take the place of its own."""
+        """The batch is over: record the inputs of the next one."""
         self._is_noted = False
         if not self._is_due():
             self._inputs = None
 
     def try_out(self) -> None:
-        """At the first batch: move every group and back; name one that changes outputs."""
+        """At the first batch, move every group there and back; refuse one that changes outputs."""
         if self._was_tried or self._inputs is None:
             return
         self._was_tried = True
@@ -93,7 +93,7 @@ class ShuffleCheck:
     def watching(
         self, permutation: Permutation, optimizer: torch.optim.Optimizer
     ) -> Iterator[None]:
-        """Around a move: compares if it is time; other outputs move all back and raise."""
+        """Around a move, compare outputs if it is due; if they differ, undo the move and raise."""
         due = self._inputs is not None and self._is_due()
         self._num_shuffles += 1
         if not due:
@@ -117,7 +117,7 @@ class ShuffleCheck:
         return self._num_shuffles & (self._num_shuffles - 1) == 0
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Traced code must not ask for what changes between calls: it would be traced again.
+        # While compiling, conditions that change between calls would cause recompilation.
         compiling = torch.compiler.is_compiling()
         if compiling or (torch.is_grad_enabled() and not self._is_noted and self._is_due()):
             device = next(self._model.parameters()).device.type
@@ -136,7 +136,7 @@ class ShuffleCheck:
         return "all groups together"
 
     def _rolled(self, moving: range) -> Permutation:
-        """Each of the groups by one place, so that no slot stays; the others not at all."""
+        """Roll the moving groups by one place, so that every slot moves; leave the others."""
         device = next(self._model.parameters()).device
         return from_groups(
             self._spec,
@@ -155,7 +155,7 @@ class ShuffleCheck:
             apply(permutation.inverse(), self._model)
 
     def _outputs(self) -> list[Outputs]:
-        """In evaluation mode; at first also in the present mode, if nothing is random there."""
+        """Outputs in evaluation mode, and at first also in training mode if nothing is random."""
         with self._unsharded():
             modes = {module: module.training for module in self._model.modules()}
             self._model.eval()
@@ -195,14 +195,14 @@ class ShuffleCheck:
                     few, some = BatchedInputs().take(args, kwargs, size, range(_MOST_SAMPLES))
                     return self._model(*few, **some)
             except (InvalidArgumentError, RuntimeError, ValueError, IndexError):
-                # An error of the model's own comes up once more.
+                # If the model itself is at fault, the call below raises again.
                 self._takes_few = False
                 torch.manual_seed(seed)
         return self._model(*args, **kwargs)
 
     @contextmanager
     def _probing(self) -> Iterator[float]:
-        """No gradients, no shortcuts, the model as it was afterwards; yields the tolerance."""
+        """Run the model without gradients or fast paths, restore it, and yield the tolerance."""
         with (
             torch.no_grad(),
             without_a_trace(self._model),
@@ -221,7 +221,7 @@ class ShuffleCheck:
         return nullcontext() if self._sharding is None else self._sharding.unsharded()
 
     def _cannot_do_without_autocast(self) -> bool:
-        """Without it rounding is smaller; but some kernels and inputs are half precision only."""
+        """Rounding is smaller without autocast, but some kernels take half precision only."""
         if self._autocast is None:
             return False
         self._needs_autocast = False

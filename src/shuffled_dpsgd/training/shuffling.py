@@ -23,7 +23,7 @@ from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 
 
 class PermutedFrame:
-    """Draws noise as if the weights had never been permuted by `permutation`.
+    """Lets noise be drawn as if `permutation` had never been applied to the weights.
 
     The trajectory is that of an unshuffled run up to rounding. The sums are moved back and forth
     instead of the noise, which would need a buffer of the model's size.

@@ -1,8 +1,7 @@
 """Which weights of a model a run may move.
 
-Under `shuffle="auto"`, and of a model with adapters (PEFT), only what is trained moves. Whoever
-saves an adapter, or a head alone, saves it without the frozen weights around it, which must then be
-those that everybody has.
+Under `shuffle="auto"`, and in a model with adapters (PEFT), only trained weights move. An adapter
+or a head may be saved without the frozen weights around it, which must then be the public ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def symmetries_of(model: torch.nn.Module, options: PrivacyOptions) -> Permutatio
 def usable_symmetries(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: PrivacyOptions
 ) -> PermutationSpec | None:
-    """What may move with this optimizer; where `auto` finds nothing, one line says so."""
+    """What may move with this optimizer; the user is told if `auto` finds nothing."""
     spec = symmetries_of(model, options)
     if options.shuffle != "auto" or spec is None:
         return spec

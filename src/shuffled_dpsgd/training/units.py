@@ -1,10 +1,10 @@
 """Units that have several records: a person's messages, a patient's visits.
 
-Poisson sampling draws units. Of each unit that is drawn so many of its records take part at most
-(`core.sampler.some_of`), and the mean of their gradients is clipped once. The engine treats them as
-views of one sample: while a batch is in the user's hands, the model's inputs have the units on
-their first axis and a unit's records on the second, and the user sees rows as ever. A unit of fewer
-records is filled up with copies that have no weight, so that all batches have one shape.
+Poisson sampling draws units. Of each drawn unit, a limited number of records takes part
+(`core.sampler.some_of`), and the mean of their gradients is clipped once. To the engine they are
+views of one sample: inside the model's forward, inputs have an axis for units and one for a unit's
+records, while the user's code sees rows. Units of fewer records are padded with copies of weight
+zero, so that all units have the same number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shuffled_dpsgd.training.layout import Part
 
 
 class Units:
-    """Whose records are whose, from one id for each record; units are numbered as they come.
+    """The records of every unit, from one id for each record; units are numbered as they appear.
 
     >>> units = Units(["ann", "bob", "ann"])
     >>> len(units), units.records(0)
@@ -85,7 +85,7 @@ class Units:
 
 
 def column_of(data: Any, name: str) -> Sequence[Any] | None:
-    """A column of the data, if they have columns and one of that name."""
+    """The column of that name, or None if the data have no such column."""
     if name in (getattr(data, "column_names", None) or ()):
         return list(data[name])
     is_rows = isinstance(data, list | tuple) and data and isinstance(data[0], Mapping)
@@ -93,7 +93,7 @@ def column_of(data: Any, name: str) -> Sequence[Any] | None:
 
 
 def units_of(data: MapStyle, name: str) -> Units:
-    """The units that a column of the data tells apart."""
+    """The units that a column of the data identifies."""
     found = column_of(data, name)
     if found is None:
         raise InvalidArgumentError(
@@ -106,7 +106,7 @@ def units_of(data: MapStyle, name: str) -> Units:
 
 
 def refuse_shared_column(data: MapStyle, name: str) -> None:
-    """Refuse a unit named like a column in which records share values: no claim would be theirs."""
+    """Refuse a unit named like a column whose values repeat: claims would not cover those units."""
     found = column_of(data, name)
     if found is not None and len(set(map(str, found))) < len(found):
         raise InvalidArgumentError(
@@ -119,11 +119,11 @@ def refuse_shared_column(data: MapStyle, name: str) -> None:
 
 
 class UnitRows:
-    """Shows the engine units where the user has rows; `in_hand` is how many rows a batch has.
+    """Shows the engine units where the user's code has rows; `in_hand` is the rows of the batch.
 
-    While it is on, inputs of the model with so many rows get an axis for the records of a unit
-    before anything else sees them, the model's own forward is given rows again, and so is the user.
-    `resting` says when calls are not the user's.
+    While it is on, inputs with so many rows get an axis for the records of a unit before anything
+    else sees them. The model's own forward gets rows again, and so does the user. `resting` says
+    when a call is not the user's.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class UnitRows:
         self._hooks: list[Any] = []
 
     def put_on(self) -> None:
-        """Begin; after the engine, whose hooks must see what these have divided."""
+        """Install the hooks; after the engine's, which must see inputs that are divided."""
         self._own = vars(self._model).get("forward")
         self._plain = self._model.forward
         # With the signature of the model's own, which trainers read.
@@ -160,7 +160,7 @@ class UnitRows:
         self._hooks = [before, self._model.register_forward_hook(self._after)]
 
     def take_off(self) -> None:
-        """End, and leave nothing on the model."""
+        """Remove everything from the model."""
         for hook in self._hooks:
             hook.remove()
         del self._model.forward
@@ -208,6 +208,6 @@ class UnitRows:
 def by_unit(losses: Tensor, part: Part) -> Tensor:
     """The mean loss of every unit's records, out of one loss for each row of a part."""
     weights = losses.new_tensor(part.weights)
-    # Zero times infinity is no zero.
+    # Zero times infinity is NaN.
     weighted = torch.where(weights > 0.0, losses * weights, 0.0)
     return weighted.unflatten(0, (-1, part.rows_per_sample)).sum(1)

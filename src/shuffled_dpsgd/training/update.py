@@ -14,8 +14,8 @@ from shuffled_dpsgd.runtime.shards import any_sharded, spread_like
 class GuardedOptimizer:
     """Steps the user's optimizer; direct calls of `optimizer.step()` are refused until `remove`.
 
-    `shows_sums` says whether the weights after every update so far tell the sums it was given, in
-    exact arithmetic.
+    `shows_sums` says whether, in exact arithmetic, the sums of every update so far can be computed
+    from the weights after it.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class GuardedOptimizer:
         self._optimizer = optimizer
         self._trainable = trainable
         self._updating = False
-        # Plain SGD is linear in the sums; a subclass may update in another way. Weights of few bits
-        # swallow small updates whole.
+        # Plain SGD is linear in the sums, a subclass need not be. Small updates of low-precision
+        # weights are rounded away.
         wide = all(torch.finfo(p.dtype).bits >= 32 for p in trainable.values())
         self.shows_sums = wide and type(optimizer) is torch.optim.SGD
         self._is_sharded = any_sharded(trainable.values())

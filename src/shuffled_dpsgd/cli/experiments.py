@@ -1,4 +1,4 @@
-"""Imports the paper's experiments, which are in a clone beside `src` and in no wheel."""
+"""Imports the paper's experiments, which are in a clone beside `src` and not in the wheel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What contradicts private training besides the fields of the Trainer's arguments.
+"""Refuses what contradicts private training, apart from fields of the Trainer's arguments.
 
-Those are decided on in `trainer_fields.toml`. Here it is processes, options of `Trainer(...)`,
-methods that nobody would call, scores that decide, and models.
+Those are in `trainer_fields.toml`. Here are processes, options of `Trainer(...)`, overridden
+methods that would never be called, decisions by scores on trained rows, and models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.runtime.shards import is_wrapped
 from shuffled_dpsgd.training.rows import shared_rows
 
-# How accelerate calls processes with a model each.
+# What accelerate calls processes that have the whole model each.
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -30,7 +30,7 @@ def check_processes(args: Any) -> None:
 def check_accelerator(accelerator: Any) -> None:
     """Refuse what `accelerate launch` or its configuration asks for besides plain processes.
 
-    It says so by environment variables, which no `TrainingArguments` show.
+    It is configured by environment variables, which `TrainingArguments` do not show.
     """
     kind, precision = str(accelerator.distributed_type.value), accelerator.mixed_precision
     require(
@@ -92,7 +92,7 @@ _NOT_CALLED = {
     "that, and data_collator",
     "_get_train_sampler": "records are drawn by Poisson sampling, the sampler accounted for",
 }
-# And those that it calls in a class in front of ours only.
+# Methods that are called only if their class comes before ours.
 _IN_FRONT = (
     *("training_step", "get_total_train_batch_size"),
     *("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
@@ -120,7 +120,7 @@ def check_deciders(
 ) -> None:
     """Refuse to let a score decide that is computed from rows the model is trained on.
 
-    Whoever sees the weights then learns the outcome of a choice that has no noise.
+    The weights would then reveal the outcome of a decision that was made without noise.
     """
     by = ["load_best_model_at_end"] * bool(args.load_best_model_at_end)
     by += ["save_strategy='best'"] * (getattr(args.save_strategy, "value", "") == "best")

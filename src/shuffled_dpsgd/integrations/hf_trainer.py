@@ -280,7 +280,7 @@ class DPTrainer(Trainer):
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
-        """What lies in `output_dir` besides, such as logs and scores, stays where it is."""
+        """Upload from a folder of its own, so that logs and scores in `output_dir` stay private."""
         kept = self.args.output_dir
         folder = Path(kept) / UPLOADED / Path(kept).absolute().name
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Every field of the Trainer's arguments has been decided on; the table is `trainer_fields.toml`.
+"""What becomes of each field of the Trainer's arguments; the table is `trainer_fields.toml`.
 
-The Trainer has many knobs that quietly change what one record contributes or how often it is seen.
-A default is never refused, only a value that somebody asked for.
+Many fields silently change what one record contributes, or how often it is seen. A default is never
+refused, only a value that the user has set.
 """
 
 from __future__ import annotations

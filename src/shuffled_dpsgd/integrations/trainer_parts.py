@@ -1,4 +1,4 @@
-"""What the Trainer's loop meets in a private run: its optimizer, batches, logs and end."""
+"""What the Trainer's loop uses in a private run: optimizer, collator, logs, and when to stop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     The Trainer calls `optimizer.step()` after each turn of its loop. In private training the update
     is part of `private.step()`; a second one would be un-privatized, and is refused by the run.
-    This stands in for the real optimizer towards the Trainer, its accelerator and the schedulers:
-    same parameter groups, same state, and a `step` that does nothing.
+    The Trainer, its accelerator and the schedulers get this in place of the real optimizer: it has
+    the same parameter groups and state, and a `step` that does nothing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
-"""A run's card for whoever publishes the model: for the registry, for NIST's checklist, for a hub.
+"""A run's card for publishing: a registry record, a checklist after NIST, a hub's model card.
 
-Certified claims alone enter these: no estimate, no audited bound. What the run cannot know is
-marked as to be filled in.
+Only certified claims are included, no estimates and no audited bounds. Fields that the run cannot
+know are marked as to be filled in.
 """
 
 from __future__ import annotations

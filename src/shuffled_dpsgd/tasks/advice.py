@@ -40,8 +40,8 @@ from shuffled_dpsgd.training.symmetries import symmetries_of
 # About the norm of usual gradients. With a far smaller clip all gradients have the same norm, and a
 # classifier drifts to the commonest class; docs/advice.md has runs.
 _CLIP_NORM = 1.0
-# Below this bound over the run the simple model won in every run on record; on the digits, whose
-# records settle more, below the other.
+# Below this bound over the run, the simpler model won in every recorded run. More runs are recorded
+# on the digits, where it won up to a higher bound.
 SIMPLE_WINS_BELOW, SIMPLE_WINS_ON = 1.0, {"digits": 10.0}
 _FLOAT_BYTES = 4
 # Weights, clipped sums, and AdamW's two moments; SGD has one at most.

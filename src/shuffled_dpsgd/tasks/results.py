@@ -38,7 +38,7 @@ Observer = Callable[[StepRecord, Progress], object]
 
 @dataclass
 class Recorder:
-    """Turns the loop's progress into records, one line a step, with an evaluation now and then."""
+    """Turns the loop's progress into records, one per step, and evaluates at intervals."""
 
     log: MetricsLog
     task: Task

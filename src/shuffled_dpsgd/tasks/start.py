@@ -16,7 +16,7 @@ from shuffled_dpsgd.training import assemble
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.units import Units
 
-# Keys that may differ between machines; what the folders hold is compared once loaded.
+# Keys that may differ between machines; the contents of the folders are compared once loaded.
 _OF_A_MACHINE = ("data.path", "model.name", "training.device", "training.num_threads")
 
 

@@ -40,7 +40,7 @@ class Task:
     samples; None is torch's default. `augment(batch, generator)` changes a batch before `losses`
     is called. `save_assets` writes what belongs beside the weights, such as a tokenizer, into a
     folder. `evaluate_texts` generates texts and scores them. `fresh_model(seed)` builds the model
-    again with other initial weights. `units` says whose the training records are.
+    again with other initial weights. `units` has the records of every unit, where units are drawn.
     """
 
     name: str

@@ -55,8 +55,8 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer whose step needs a closure, or does not commute with permutations.
 
-    Torch's elementwise optimizers are accepted by type, and known others refused by name. Anything
-    else is tried out on a small tensor.
+    Torch's elementwise optimizers are accepted by type, and others that are known are refused by
+    name. Anything else is tested on a small tensor.
     """
     name = type(optimizer).__name__
     two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")

@@ -1,4 +1,4 @@
-"""Finds the largest physical batch that fits into memory, by trying."""
+"""Finds a physical batch that fits into memory, by trial."""
 
 from __future__ import annotations
 

@@ -210,12 +210,12 @@ class PrivateTraining:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives, and batches are moved to."""
+        """The device of the model, to which batches are moved."""
         return next(self.model.parameters()).device
 
     @property
     def check_seconds(self) -> float:
-        """What all checks of the run have taken so far; most of it before the first release."""
+        """The time all checks have taken so far; most of it is spent before the first release."""
         return self._check_time.seconds
 
     @property
@@ -264,13 +264,13 @@ class PrivateTraining:
 
     @property
     def between_blocks(self) -> bool:
-        """Whether the next step begins a block of noise, so that the run may be broken off here."""
+        """Whether the next step begins a block of noise, so that the run may stop here."""
         return self.steps_taken % self.plan.bands == 0 or not self.plan.secure
 
     def leave_block(self) -> None:
-        """Go on with the next block of noise if the draws of this one are gone. Collective.
+        """Skip to the next block of banded noise if the draws of this one are lost. Collective.
 
-        What is left of it is counted as spent: no further step can be part of its noise. A seeded
+        The rest of the block counts as spent, because no further step can share its noise. A seeded
         run computes the draws again.
         """
         bands, last = self.plan.bands, self.plan.num_steps
@@ -353,7 +353,7 @@ class PrivateTraining:
         return self.device.type == "cuda" and self.plan.loss_reduction == "sum"
 
     def find_units(self, data: MapStyle) -> Units | None:
-        """Whose records are whose, where units are drawn; read from the data if they say it.
+        """The records of every unit, where units are drawn; read from a column if none were given.
 
         Raises:
             InvalidArgumentError: the plan is one of rows and the data have units, or the other way
@@ -374,10 +374,10 @@ class PrivateTraining:
         return self.units
 
     def backward(self, losses: torch.Tensor) -> None:
-        """Back-propagate one loss per sample; a plain `backward()` does so unseen, and is said.
+        """Back-propagate one loss per sample; a plain `backward()` cannot be checked.
 
         With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
-        batch; without it, refused, as it would scale every gradient down before the clip.
+        batch. Otherwise it is refused, because it would shrink every gradient before the clip.
         """
         current = self._drawn.current
         count = check_losses(
@@ -551,7 +551,7 @@ class PrivateTraining:
         return self.card().epsilon(self.plan.delta if delta is None else delta, so_far=True)
 
     def close(self, *, because: str = "private.close() was called") -> None:
-        """Remove all hooks, but for the one that warns who saves others than released weights."""
+        """Remove all hooks, except the warning about saving weights that were not released."""
         if not self.closed:
             self.history.note_end()
         self._closed_because = because
@@ -593,7 +593,7 @@ class PrivateTraining:
             self.engine.__exit__(kind, error, trace)
 
     def _begin_step(self, step: int) -> bool:
-        """Watch the weights from here to the update; False where the ledger allows none."""
+        """Watch the weights from here to the update; False if the ledger allows no release."""
         if not self._may_release():
             return False
         self._watch.begin(step)

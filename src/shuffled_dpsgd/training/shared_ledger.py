@@ -1,4 +1,4 @@
-"""One ledger for all ranks: rank 0 writes it, and no rank draws noise before it is written."""
+"""One ledger for all ranks: rank 0 writes it, and no rank draws noise before that."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Images and classes from folders or an `.npz` file: never guessed at.
+"""Images and classes from folders or an `.npz` file; layout and scale are never guessed.
 
-A layout or a scale that is guessed wrong would spend the budget on garbage. Files with pickles can
-run any code when they are read, so they are never read here.
+A wrong guess would spend the privacy budget on garbage. Files with pickles can run any code when
+they are read, so they are refused.
 """
 
 from __future__ import annotations

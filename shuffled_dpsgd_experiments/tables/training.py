@@ -82,7 +82,7 @@ class TrainingTable:
         """Run what is missing of the table's grids; every cell stays in its folder."""
         sweeps = self.sweeps(request.scale, request.output, request.data)
         if not sweeps:
-            request.say(f"{self.name} has no demonstration: nothing runs, committed runs are shown")
+            request.say(f"{self.name} has no demonstration: runs in {request.output} are shown")
         for sweep in sweeps:
             run_sweeps([sweep], on_progress=lambda progress: request.say(progress.describe()))
         return []

@@ -344,7 +344,7 @@ def test_tables_of_texts_show_the_runs_that_are_there_and_run_none(tmp_path: Pat
     said: list[str] = []
     request = Request(output=tmp_path, say=said.append)
     shown = REPRODUCTIONS["table4"].reproduce(request).exhibit
-    assert said == ["table4 has no demonstration: nothing runs, committed runs are shown"]
+    assert said == [f"table4 has no demonstration: runs in {tmp_path} are shown"]
     assert shown is not None
     assert shown.rows[0].ours == "accuracy 80.0 (n = 1)"
     assert [path.name for path in tmp_path.rglob("*.json")] == ["main_0.json"]

@@ -31,6 +31,8 @@ def _rebuilt(kind: type[ShuffledDPError], said: tuple[Any, ...], held: dict[str,
 class InvalidArgumentError(ShuffledDPError, ValueError):
     """An argument is out of range or contradicts another.
 
+    A text of several words in `got` is a description, and is shown without quotes.
+
     >>> raise InvalidArgumentError("epsilon", expected="a positive number", got=-1, remedy="use 1")
     Traceback (most recent call last):
         ...
@@ -42,8 +44,9 @@ class InvalidArgumentError(ShuffledDPError, ValueError):
         self.expected = expected
         self.got = got
         self.remedy = remedy
+        found = got if isinstance(got, str) and " " in got else repr(got)
         tail = f"; {remedy}" if remedy else ""
-        super().__init__(f"{argument}: expected {expected}, got {got!r}{tail}")
+        super().__init__(f"{argument}: expected {expected}, got {found}{tail}")
 
     def about(self, argument: str) -> InvalidArgumentError:
         """The same error about an argument as the user knows it, say a key of a file.

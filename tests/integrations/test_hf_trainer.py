@@ -584,7 +584,7 @@ def test_a_label_out_of_range_is_found_before_anything_is_spent(tmp_path: Path) 
     wrong = records()
     wrong[17]["labels"] = 2
     trainer = build(tmp_path, data=wrong)
-    with pytest.raises(InvalidArgumentError, match="from 0 to 1, got '2, in row 17'"):
+    with pytest.raises(InvalidArgumentError, match="from 0 to 1, got 2, in row 17"):
         trainer.train()
     assert trainer.private.ledger.spent == 0
 

@@ -155,7 +155,7 @@ def of_padded(model: nn.Module, batch: Any) -> Tensor:
 def test_a_word_that_the_model_does_not_know_is_named(
     loss: Any, key: str, named: str, bad: int, monkeypatch: Any
 ) -> None:
-    expected = rf"{named}: expected whole numbers from 0 to 11, got '{bad}, in row 50'"
+    expected = rf"{named}: expected whole numbers from 0 to 11, got {bad}, in row 50"
     for seconds, spent in ((3.0, 0), (-1.0, 2)):
         if (key, bad, seconds) == ("labels", -1, 3.0):
             continue  # Lies between the least and the largest label, so its batch has to come.
@@ -213,7 +213,7 @@ def test_ids_inside_a_part_of_a_batch_are_known(monkeypatch: Any) -> None:
 def test_a_word_of_the_first_batch_is_named_and_no_hook_stays() -> None:
     model = Words()
     private = start(model=model)
-    with pytest.raises(InvalidArgumentError, match=r"words: .* got '99, in row 2'"):
+    with pytest.raises(InvalidArgumentError, match=r"words: .* got 99, in row 2"):
         run(private, texts("ids", 99, at=2), of_each)
     assert private.ledger.spent == 0
     private.close()

@@ -68,12 +68,12 @@ def test_epsilon_is_a_claim_that_shows_its_kind() -> None:
     # After two of four steps, as if two had been planned, and at another δ.
     so_far = private.get_epsilon(1e-5)
     assert so_far.epsilon == certified_claim(**exact, num_steps=2, delta=1e-5).epsilon
-    assert "settled on before the first" in so_far.assumptions[-1]
+    assert "fixed in advance" in so_far.assumptions[-1]
     for shown in (str(so_far), f"{so_far:.2f}", so_far.describe()):
-        assert "(proven only if so many steps and no more were settled on" in shown
+        assert "(proven only if this number of steps was fixed in advance)" in shown
     take(private, vectors())
     assert private.get_epsilon().epsilon == private.epsilon.epsilon == whole.epsilon
-    assert not any("settled" in each for each in private.get_epsilon().assumptions)
+    assert not any("fixed in advance" in each for each in private.get_epsilon().assumptions)
 
 
 def test_where_nothing_is_certified_epsilon_is_infinite_and_says_why() -> None:

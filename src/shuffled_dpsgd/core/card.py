@@ -108,8 +108,8 @@ class CertifiedCard:
             return None
         return (
             f"spent so far: ε = {self.certified_so_far.epsilon:.4g}, of a plan of ε = "
-            f"{self.certified.epsilon:.4g} (proven); claim the plan's, unless so many steps and no "
-            "more were settled on before the first"
+            f"{self.certified.epsilon:.4g} (proven); claim the plan's, unless this number of "
+            "steps was fixed in advance"
         )
 
     @property

@@ -65,8 +65,8 @@ def answers_other_names(function: Callable[P, T]) -> Callable[P, T]:
         if answers:
             raise InvalidArgumentError(
                 ", ".join(answers),
-                expected="the names of this library",
-                got=tuple(answers),
+                expected="a keyword of this library",
+                got="another name",
                 remedy="; ".join(f"{name} is {answer}" for name, answer in answers.items()),
             )
         return function(*args, **kwargs)

@@ -35,7 +35,7 @@ SMALL_PRINT = (
 )
 
 UNIT_THREAT_MODEL = THREAT_MODEL.replace("every record but one", "every unit but one")
-NUMBER_SETTLED = "so many steps and no more were settled on before the first"
+NUMBER_SETTLED = "this number of steps was fixed in advance"
 
 
 class SpentSoFar(PrivacyClaim):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
-from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.runtime.notices import say_once, warn_caller
 
 DIVERGENCE_ADVICE = (
     "try a smaller learning rate, a larger expected_batch_size (noise is divided by it), "
@@ -110,7 +109,7 @@ def check_scale(factor: float, of: str, *, may_be_mean: bool) -> None:
         )
     if is_scaled and not may_be_mean:
         said = f"losses are {verb} before the clip, and nothing undoes it: {_NO_SCALES}"
-        warnings.warn(said, UserWarning, stacklevel=2)
+        warn_caller(said)
     elif not of and not may_be_mean:
         say_once(UNSEEN_LOSSES)
 

@@ -545,8 +545,8 @@ class PrivateTraining:
     def get_epsilon(self, delta: float | None = None) -> PrivacyClaim:
         """The certified ε of the steps taken so far, at any δ, as if no more had been planned.
 
-        At the end of the plan it is what may be claimed. Of a run that stops before, claim
-        `epsilon`, unless the number of steps was settled on before the first.
+        At the end of the plan it is what may be claimed. Of a run that stops earlier, claim
+        `epsilon`, unless that number of steps was fixed in advance.
         """
         return self.card().epsilon(self.plan.delta if delta is None else delta, so_far=True)
 

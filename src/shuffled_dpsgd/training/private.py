@@ -208,6 +208,15 @@ class PrivateTraining:
         witness.losses.scales.append(self._check_scale)
         return witness
 
+    def _shards(self, rate: float) -> ShardedTotals | None:
+        if self._sharding is None:
+            return None
+        return ShardedTotals(
+            self._sharding, self._trainable, lambda: self.streams.coin(self.steps_taken, rate)
+        )
+
+    # -- where the run is ------------------------------------------------------------------------
+
     @property
     def device(self) -> torch.device:
         """The device of the model, to which batches are moved."""
@@ -224,6 +233,25 @@ class PrivateTraining:
         return self._closed_because is not None
 
     @property
+    def finished(self) -> bool:
+        """Whether the plan and the ledger allow no further step."""
+        return (
+            self._door.exhausted
+            or self.steps_taken >= self.plan.num_steps
+            or not self._may_release()
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """⌈N/B⌉ steps, in which a record is drawn once on average."""
+        return math.ceil(self.plan.dataset_size / self.plan.expected_batch_size)
+
+    @property
+    def frame(self) -> Permutation | None:
+        """With `noise_frame="unshuffled"`, the product of all permutations so far."""
+        return self.shuffling.frame
+
+    @property
     def shows_sums(self) -> bool:
         """Whether the released weights tell every sum, in exact arithmetic."""
         return self._optimizer.shows_sums and self.plan.clip_quantile is None
@@ -238,64 +266,12 @@ class PrivateTraining:
         """Whether all ranks must run the model equally often, as sharded ranks must."""
         return self.is_sharded and self.world.size > 1
 
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Inside, every rank has all weights of a sharded model, for example to evaluate it.
-
-        All ranks must enter. Changes to the weights are lost. Without sharding nothing happens.
-        """
-        with nullcontext() if self._sharding is None else self._sharding.whole():
-            yield
-
-    @contextmanager
-    def unsharded_layers(self) -> Iterator[None]:
-        """As `whole_weights`, for models that fit on no rank: weights are gathered layer by layer.
-
-        All ranks must enter. Those that do not run the model send their rows until all others
-        leave.
-        """
-        with nullcontext() if self._sharding is None else self._sharding.unsharded():
-            yield
-
-    @property
-    def frame(self) -> Permutation | None:
-        """With `noise_frame="unshuffled"`, the product of all permutations so far."""
-        return self.shuffling.frame
-
     @property
     def between_blocks(self) -> bool:
         """Whether the next step begins a block of noise, so that the run may stop here."""
         return self.steps_taken % self.plan.bands == 0 or not self.plan.secure
 
-    def leave_block(self) -> None:
-        """Skip to the next block of banded noise if the draws of this one are lost. Collective.
-
-        The rest of the block counts as spent, because no further step can share its noise. A seeded
-        run computes the draws again.
-        """
-        bands, last = self.plan.bands, self.plan.num_steps
-        done = max(self.steps_taken, *(1 + each.step for each in self.ledger.entries()), 0)
-        if bands == 1 or not self.plan.secure or (done == self.steps_taken and done % bands == 0):
-            return
-        known = {each.step for each in self.ledger.entries()}
-        self.steps_taken = min(-(-done // bands) * bands, last)
-        for step in range(self.steps_taken):
-            if step not in known:
-                self.ledger.record(step=step, token=secrets.token_hex(16))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """⌈N/B⌉ steps, in which a record is drawn once on average."""
-        return math.ceil(self.plan.dataset_size / self.plan.expected_batch_size)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the plan and the ledger allow no further step."""
-        return (
-            self._door.exhausted
-            or self.steps_taken >= self.plan.num_steps
-            or not self._may_release()
-        )
+    # -- batches ---------------------------------------------------------------------------------
 
     def batches(
         self,
@@ -347,11 +323,6 @@ class PrivateTraining:
         """
         return self._drawn.epochs()
 
-    @property
-    def pads_by_default(self) -> bool:
-        """Whether `pad_batches` pays here: on a GPU, where shapes that come again are faster."""
-        return self.device.type == "cuda" and self.plan.loss_reduction == "sum"
-
     def find_units(self, data: MapStyle) -> Units | None:
         """The records of every unit, where units are drawn; read from a column if none were given.
 
@@ -372,6 +343,20 @@ class PrivateTraining:
                 remedy="dataset_size= is the number of units",
             )
         return self.units
+
+    @property
+    def pads_by_default(self) -> bool:
+        """Whether `pad_batches` pays here: on a GPU, where shapes that come again are faster."""
+        return self.device.type == "cuda" and self.plan.loss_reduction == "sum"
+
+    # -- one step, in the order in which it happens ----------------------------------------------
+
+    def _begin_step(self, step: int) -> bool:
+        """Watch the weights from here to the update; False if the ledger allows no release."""
+        if not self._may_release():
+            return False
+        self._watch.begin(step)
+        return True
 
     def backward(self, losses: torch.Tensor) -> None:
         """Back-propagate one loss per sample; a plain `backward()` cannot be checked.
@@ -452,14 +437,84 @@ class PrivateTraining:
         self._update()
         return True
 
-    def use_loss(
-        self, loss: Callable[[Any, Any], torch.Tensor], *, is_trained_on: bool = False
-    ) -> None:
-        """Test on batches of the run that `loss(model, batch)` treats each record by itself.
+    def _update(self) -> None:
+        with self.world.explaining():
+            self._update_together()
 
-        And that it is what `backward` is given, unless the caller knows that it `is_trained_on`.
+    def _update_together(self) -> None:
+        """Check the batch, release its sums, update, shuffle, and call the callbacks."""
+        check_usable(self._closed_because)
+        require(not self.released, "step", "no step after release()", f"step {self.steps_taken}")
+        self.clock.turn_to(OTHER)
+        if self._sharding is not None:
+            self._sharding.reshard()
+        step = self.steps_taken
+        with self.clock.part("checks"):
+            norms, loss = self._meeting.hold(step, self._inspected_norms, self._losses)
+            check_finite(norms, step=step)
+            self.shuffling.try_out()
+        self._release(step, norms, loss)
+        self.steps_taken += 1
+        self.history.note(self.claims.why_not_certified())
+        if self.plan.shuffle == "every-step" and self.plan.permutes:
+            with self.clock.part("shuffle"):
+                self.shuffling.permute(step)
+        self.discard()
+        self.note_weights()
+        with self.clock.part("checks"):
+            self._weights.note(step)
+            if self.device.type == "cpu":
+                self._weights.answer()
+        for callback in tuple(self._callbacks):
+            callback()
+
+    def _release(self, step: int, norms: torch.Tensor, loss: float | None) -> None:
+        """Pass through the door: ledger entry, noise, update. Keeps the metrics of the step."""
+        # The update may move the clip.
+        frame, level = self.shuffling.frame, self.moving_clip.level
+        clip_norm = self.moving_clip.clip_norm
+        self.history.enter()
+        norms_of_blocks = self._door.release(
+            step=step,
+            count=norms.numel(),
+            referee=self.referee,
+            ledger=self.ledger,
+            mechanism=self.mechanism,
+            frame=None if frame is None else PermutedFrame(frame),
+        )
+        norms = norms * level
+        self.last_sample_norms = norms.as_subclass(UnnoisedTensor)
+        self.last_metrics = describe_step(
+            step=step,
+            norms=norms,
+            clip_norm=clip_norm,
+            loss=loss,
+            release=Release.of(self.plan, norms_of_blocks),
+        )
+
+    def _inspected_norms(self) -> torch.Tensor:
+        """The norms of this rank's part of the batch, after the referee has checked its sums.
+
+        The other checks before a release are started first, so that they overlap with the backward
+        on a GPU.
         """
-        self.neighbours.use_loss(loss, is_trained_on=is_trained_on)
+        self._watch.check(self.steps_taken)
+        holders: list[LossMeter | WeightCheck] = [self._losses]
+        if not self._weights.ask():
+            holders.append(self._weights)
+        unread = [(holder, holder.unread) for holder in holders if holder.unread is not None]
+        # The only wait for the backward, and for all results at once.
+        norms, *found = self.engine.read_norms(*(tensor for _, tensor in unread))
+        for (holder, _), value in zip(unread, found, strict=True):
+            holder.unread = value
+        self._weights.answer()
+        drawn = norms.numel()
+        if self.plan.sampling == "poisson":
+            drawn = self._drawn.num_drawn
+            self._drawn.check_count(norms.numel())
+        engine = self.moving_clip.counted(self.engine)
+        self._door.inspect(engine, self.referee, step=self.steps_taken, drawn=drawn)
+        return norms
 
     def discard(self) -> None:
         """Drop what was accumulated since the last update; nothing of it has been released."""
@@ -471,33 +526,16 @@ class PrivateTraining:
         self._drawn.forget()
         self.shuffling.forget()
 
-    def pause(self) -> None:
-        """End the current loop over `batches` after this step; a later loop continues the run.
+    # -- what may be done between two steps ------------------------------------------------------
 
-        To be called by an `on_update` callback, and by all ranks after the same step.
+    def use_loss(
+        self, loss: Callable[[Any, Any], torch.Tensor], *, is_trained_on: bool = False
+    ) -> None:
+        """Test on batches of the run that `loss(model, batch)` treats each record by itself.
+
+        And that it is what `backward` is given, unless the caller knows that it `is_trained_on`.
         """
-        self._drawn.pause()
-
-    def trust_buffers(self) -> None:
-        """Declare the model's buffers, with their present values, public.
-
-        Later changes are refused at the next step.
-        """
-        self._watch.trust_buffers()
-
-    def note_weights(self) -> None:
-        """Record the present weights, which ranks compare before the next release.
-
-        Done after every update. After loading weights into a sharded model, call it on all ranks.
-        """
-        self._meeting.note_weights()
-
-    def check(self) -> None:
-        """Wait for the last update and refuse weights that are not finite.
-
-        The next step does it too, as do `release`, checkpoints and the end of `batches`.
-        """
-        self._weights.answer()
+        self.neighbours.use_loss(loss, is_trained_on=is_trained_on)
 
     def set_clip_norm(self, clip_norm: float) -> None:
         """Clip, and scale the noise, by another norm from the next step on: a clip schedule.
@@ -514,6 +552,71 @@ class PrivateTraining:
         """
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
+
+    def pause(self) -> None:
+        """End the current loop over `batches` after this step; a later loop continues the run.
+
+        To be called by an `on_update` callback, and by all ranks after the same step.
+        """
+        self._drawn.pause()
+
+    def check(self) -> None:
+        """Wait for the last update and refuse weights that are not finite.
+
+        The next step does it too, as do `release`, checkpoints and the end of `batches`.
+        """
+        self._weights.answer()
+
+    def trust_buffers(self) -> None:
+        """Declare the model's buffers, with their present values, public.
+
+        Later changes are refused at the next step.
+        """
+        self._watch.trust_buffers()
+
+    def note_weights(self) -> None:
+        """Record the present weights, which ranks compare before the next release.
+
+        Done after every update. After loading weights into a sharded model, call it on all ranks.
+        """
+        self._meeting.note_weights()
+
+    def leave_block(self) -> None:
+        """Skip to the next block of banded noise if the draws of this one are lost. Collective.
+
+        The rest of the block counts as spent, because no further step can share its noise. A seeded
+        run computes the draws again.
+        """
+        bands, last = self.plan.bands, self.plan.num_steps
+        done = max(self.steps_taken, *(1 + each.step for each in self.ledger.entries()), 0)
+        if bands == 1 or not self.plan.secure or (done == self.steps_taken and done % bands == 0):
+            return
+        known = {each.step for each in self.ledger.entries()}
+        self.steps_taken = min(-(-done // bands) * bands, last)
+        for step in range(self.steps_taken):
+            if step not in known:
+                self.ledger.record(step=step, token=secrets.token_hex(16))
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, every rank has all weights of a sharded model, for example to evaluate it.
+
+        All ranks must enter. Changes to the weights are lost. Without sharding nothing happens.
+        """
+        with nullcontext() if self._sharding is None else self._sharding.whole():
+            yield
+
+    @contextmanager
+    def unsharded_layers(self) -> Iterator[None]:
+        """As `whole_weights`, for models that fit on no rank: weights are gathered layer by layer.
+
+        All ranks must enter. Those that do not run the model send their rows until all others
+        leave.
+        """
+        with nullcontext() if self._sharding is None else self._sharding.unsharded():
+            yield
+
+    # -- the end of a run, and what may be claimed of it -----------------------------------------
 
     def release(self) -> None:
         """End the run: with `shuffle="at-release"`, draw one permutation and apply it.
@@ -592,22 +695,10 @@ class PrivateTraining:
                 self._witness.stop()
             self.engine.__exit__(kind, error, trace)
 
-    def _begin_step(self, step: int) -> bool:
-        """Watch the weights from here to the update; False if the ledger allows no release."""
-        if not self._may_release():
-            return False
-        self._watch.begin(step)
-        return True
+    # -- what the parts ask of the run -----------------------------------------------------------
 
     def _may_release(self) -> bool:
         return self.ledger.allows(self.steps_taken, secure=self.plan.secure)
-
-    def _shards(self, rate: float) -> ShardedTotals | None:
-        if self._sharding is None:
-            return None
-        return ShardedTotals(
-            self._sharding, self._trainable, lambda: self.streams.coin(self.steps_taken, rate)
-        )
 
     def _is_checking(self) -> bool:
         return self.engine.is_checking
@@ -623,76 +714,3 @@ class PrivateTraining:
     def _fingerprinted(self, sums: Mapping[str, torch.Tensor], key: bytes) -> str:
         """A fingerprint of the sums, joined over all ranks."""
         return ":".join(self.world.gather_texts(fingerprint(sums, key)))
-
-    def _update(self) -> None:
-        with self.world.explaining():
-            self._update_together()
-
-    def _update_together(self) -> None:
-        check_usable(self._closed_because)
-        require(not self.released, "step", "no step after release()", f"step {self.steps_taken}")
-        self.clock.turn_to(OTHER)
-        if self._sharding is not None:
-            self._sharding.reshard()
-        step = self.steps_taken
-        with self.clock.part("checks"):
-            norms, loss = self._meeting.hold(step, self._inspected_norms, self._losses)
-            check_finite(norms, step=step)
-            self.shuffling.try_out()
-        frame, level = self.shuffling.frame, self.moving_clip.level
-        clip_norm = self.moving_clip.clip_norm
-        self.history.enter()
-        norms_of_blocks = self._door.release(
-            step=step,
-            count=norms.numel(),
-            referee=self.referee,
-            ledger=self.ledger,
-            mechanism=self.mechanism,
-            frame=None if frame is None else PermutedFrame(frame),
-        )
-        norms = norms * level
-        self.last_sample_norms = norms.as_subclass(UnnoisedTensor)
-        self.last_metrics = describe_step(
-            step=step,
-            norms=norms,
-            clip_norm=clip_norm,
-            loss=loss,
-            release=Release.of(self.plan, norms_of_blocks),
-        )
-        self.steps_taken += 1
-        self.history.note(self.claims.why_not_certified())
-        if self.plan.shuffle == "every-step" and self.plan.permutes:
-            with self.clock.part("shuffle"):
-                self.shuffling.permute(step)
-        self.discard()
-        self.note_weights()
-        with self.clock.part("checks"):
-            self._weights.note(step)
-            if self.device.type == "cpu":
-                self._weights.answer()
-        for callback in tuple(self._callbacks):
-            callback()
-
-    def _inspected_norms(self) -> torch.Tensor:
-        """The norms of this rank's part of the batch, after the referee has checked its sums.
-
-        The other checks before a release are started first, so that they overlap with the backward
-        on a GPU.
-        """
-        self._watch.check(self.steps_taken)
-        holders: list[LossMeter | WeightCheck] = [self._losses]
-        if not self._weights.ask():
-            holders.append(self._weights)
-        unread = [(holder, holder.unread) for holder in holders if holder.unread is not None]
-        # The only wait for the backward, and for all results at once.
-        norms, *found = self.engine.read_norms(*(tensor for _, tensor in unread))
-        for (holder, _), value in zip(unread, found, strict=True):
-            holder.unread = value
-        self._weights.answer()
-        if self.plan.sampling == "poisson":
-            self._drawn.check_count(norms.numel())
-        poisson = self.plan.sampling == "poisson"
-        drawn = self._drawn.num_drawn if poisson else norms.numel()
-        engine = self.moving_clip.counted(self.engine)
-        self._door.inspect(engine, self.referee, step=self.steps_taken, drawn=drawn)
-        return norms

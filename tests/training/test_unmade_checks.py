@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from shuffled_dpsgd.auditing.input_canaries import Extended
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.training.record_check import check_records_alone
 from training.cases import vectors
 from training.test_neighbours import (
     RECORDS,
@@ -114,6 +115,18 @@ class AnotherIfLarge(Records):
         return self.x[at], self.y[at]
 
 
+class NextForBroken(Records):
+    """One of them all is broken, and the next stands for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x[17] = torch.nan
+
+    def __getitem__(self, index: int) -> Any:
+        at = index + 1 if bool(self.x[index].isnan().any()) else index
+        return self.x[at], self.y[at]
+
+
 class OfAFrame(Records):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +169,13 @@ MIXED: list[Any] = [CentredByAll, NextOne, Nearest, AnotherIfLarge, OfAFrame, By
 @pytest.mark.parametrize("make", [*MIXED, mixed_by_a_transform])
 def test_items_made_of_several_records_are_found_however_they_are_made(make: Any) -> None:
     stops_before_the_first_release(start(mlp()), make())
+
+
+def test_one_broken_item_of_all_is_found_under_any_random_numbers() -> None:
+    data = NextForBroken()
+    for seed in range(30):
+        with pytest.raises(InvalidArgumentError, match="an item 17 that changes"):
+            check_records_alone(data, [3, 60], random.Random(seed), [], thorough=True)
 
 
 def test_a_transform_inside_a_subset_is_looked_into() -> None:

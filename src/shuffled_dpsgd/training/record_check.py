@@ -37,7 +37,10 @@ _MOST_BYTES = 1 << 30
 _FEWEST, _MOST_PARTS, _DEPTH = 9, 64, 6
 # Besides the records of a part: a few; and many before the first release, for what happens to one
 # record of a hundred, as long as that takes little time.
-_BESIDES, _MANY, _SECONDS, _MOST_GROUPS = 32, 1024, 2.0, 8
+_BESIDES, _MANY, _SECONDS, _GROUPS = 32, 1024, 2.0, 8
+# A group keeps its places. What an item takes from another of its group shows in another grouping:
+# of three, all have two items together once in five hundred times.
+_GROUPINGS = 3
 # Items whose place is looked for, and halves that are exchanged for it. Of two places that an item
 # is made of, all halves have one in common once in five hundred times.
 _FOLLOWED, _HALVES, _STATES = 6, 24, 16
@@ -105,18 +108,21 @@ class _Check:
         others = draws.sample(range(size), min(_MANY if thorough else _BESIDES, size))
         tried = [*dict.fromkeys([*records, *others])]
         first = {*tried[: len({*records}) + _BESIDES]}
-        draws.shuffle(tried)
-        most = max(1, size // 8)
-        changed: list[_Item] = []
-        for start in range(0, min(len(tried), _MOST_GROUPS * most), most):
-            group = tried[start : start + most]
-            neighbour = self._with_others_but([each.places[group] for each in self._lists])
-            for number in group:
-                item = _Item(number, draws.getrandbits(32))
-                in_time = number in first or time.perf_counter() <= until
-                if in_time and self._changes(item, neighbour, is_needed=number in records):
-                    changed.append(item)
-        followed = draws.sample(changed, min(_FOLLOWED, len(changed)))
+        most = -(-size // _GROUPS)
+        changed: dict[int, _Item] = {}
+        for again in range(_GROUPINGS if thorough else 1):
+            draws.shuffle(tried)
+            for start in range(0, len(tried), most):
+                group = tried[start : start + most]
+                neighbour = self._with_others_but([each.places[group] for each in self._lists])
+                for number in group:
+                    item = _Item(number, draws.getrandbits(32))
+                    in_time = time.perf_counter() <= until or (number in first and not again)
+                    if not in_time or number in changed:
+                        continue
+                    if self._changes(item, neighbour, is_needed=number in records):
+                        changed[number] = item
+        followed = draws.sample([*changed.values()], min(_FOLLOWED, len(changed)))
         repeatable = [item for item in followed if not self._changes(item, self._data)]
         self._follow(repeatable)
         if len(repeatable) < len(followed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,21 @@ def test_a_schedule_cannot_follow_the_training_loss() -> None:
             plateau.step(seen() if callable(seen) else seen)
     assert json.loads(json.dumps(metrics.to_json()))["loss"] == metrics.loss
     assert f"{metrics.loss:.3f}" == f"{metrics.loss + 0.0:.3f}"
+
+
+def test_stopping_by_the_training_loss_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shuffled_dpsgd.runtime.notices._said", set())
+    private = private_mlp()
+    take(private, private.batches(vectors(), num_steps=1))
+    metrics = private.last_metrics
+    assert metrics is not None
+    assert metrics.loss is not None
+    assert metrics.to_json()["batch_clip_factors"]
+    with pytest.warns(RuntimeWarning, match="no ε covers that choice"):
+        assert metrics.loss < math.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert min(metrics.loss, math.inf) == metrics.loss
 
 
 def test_a_plateau_schedule_is_refused_before_anything_is_spent() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.notices import say_once
 
 
 class Unnoised(float):
@@ -23,7 +24,8 @@ class Unnoised(float):
 
     It prints, adds up and goes into JSON like any other number, and so do results computed from it.
     `float()` of it, as in `ReduceLROnPlateau`, is refused: a decision based on it is a release that
-    no ε covers. A copy by `torch.tensor` or NumPy is a plain number.
+    no ε covers. Comparing it with another number is allowed and warned of once. A copy by
+    `torch.tensor` or NumPy is a plain number.
 
     >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1, type(-sum([Unnoised(0.25)]) / 2).__name__
     ('0.2', True, 'Unnoised')
@@ -45,6 +47,21 @@ def _keeping(operation: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _with_a_warning(comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(number: Unnoised, other: Any) -> Any:
+        say_once(_COMPARED)
+        return comparison(number, other)
+
+    return method
+
+
+_COMPARED = (
+    "a loss or a norm of training records was compared with another number: if the result decides "
+    "when to stop, which weights to keep or how to go on, no ε covers that choice. Decide by scores "
+    "on public records, or fix it beforehand"
+)
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Unnoised, f"__{_name}__", _with_a_warning(getattr(float, f"__{_name}__")))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     for _method in (f"__{_name}__", f"__r{_name}__"):
         setattr(Unnoised, _method, _keeping(getattr(float, _method)))
@@ -89,7 +106,7 @@ class BlockRelease:
     def batch_clip_factor(self) -> float:
         """What the batch clip multiplied the sum by."""
         clip = self.batch_clip_norm
-        return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
+        return 1.0 if clip is None or not self.norm_on_device.item() > clip else clip / self.sum_norm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,7 +203,8 @@ class InTwoOrders(Records):
         super().__init__()
         draws = random.Random(0)
         self.order = torch.tensor(draws.sample(range(RECORDS), RECORDS))
-        self.others = [draws.randrange(RECORDS) for _ in range(RECORDS)]
+        # None stands at its own place, which another item could then share.
+        self.others = [(n + draws.randrange(1, RECORDS)) % RECORDS for n in range(RECORDS)]
 
     def __getitem__(self, index: int) -> Any:
         return self.x[self.others[index]], self.y[self.order[index]]
@@ -423,7 +424,7 @@ def test_a_free_tensor_in_a_loss_that_is_handed_over_is_refused() -> None:
 
     private = start(mlp(), loss_reduction="mean", loss=loss)
     with pytest.raises(UnsupportedModuleError, match="requires gradients"):
-        run(private, vectors(count=RECORDS), lambda z, y: F.cross_entropy(z, y))
+        run(private, vectors(count=RECORDS), lambda z, y: F.cross_entropy(z * free, y))
     assert private.ledger.spent == 0
 
 

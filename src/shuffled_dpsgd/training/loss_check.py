@@ -23,7 +23,6 @@ from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import ExchangeTest, Moved, tolerance_for
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import same_attention, without_fast_attention
-from shuffled_dpsgd.runtime.loss_graph import edge_of, refuse_foreign, walk_back
 from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
 from shuffled_dpsgd.runtime.replay import Call, Observed, Witness, some_entries, without_a_trace
@@ -86,7 +85,6 @@ class LossExchange:
 
         Raises:
             InvalidArgumentError: a loss changes with the other records.
-            UnsupportedModuleError: the loss trains a parameter that is not the model's.
         """
         self.note_unseen()
         kind = rows.bit_length()
@@ -243,22 +241,13 @@ class LossExchange:
 
     def _observe(self, batch: Any, kept: Sequence[int], gradients: bool) -> Observed:
         """The losses of some records, or the one of the batch, and their gradients."""
-        outputs: list[Tensor] = []
-        hook = self._model.register_forward_hook(lambda *got: outputs.extend(tensors_in(got[-1])))
-        try:
-            with torch.set_grad_enabled(gradients):
-                losses = self._loss(self._model, batch)
-        finally:
-            hook.remove()
+        with torch.set_grad_enabled(gradients):
+            losses = self._loss(self._model, batch)
         own = losses if losses.dim() == 0 else losses[list(kept)]
         value = own.detach() if own.dim() == 0 else own.detach().reshape(len(kept), -1)
         if not own.requires_grad:
             return Observed(values=[value], grads={})
         parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        found, leaves = walk_back(
-            [edge_of(losses)], {edge_of(out) for out in outputs if out.requires_grad}
-        )
-        refuse_foreign(leaves if found else (), self._model.parameters(), where="loss")
         for parameter in parameters.values():
             parameter.grad = None
         own.sum().backward()

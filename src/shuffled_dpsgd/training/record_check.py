@@ -43,8 +43,7 @@ _BESIDES, _MANY, _SECONDS, _GROUPS = 32, 1024, 2.0, 8
 _GROUPINGS = 3
 # Items whose place is looked for, and halves that are exchanged for it. Of two places that an item
 # is made of, all halves have one in common once in five hundred times.
-_FOLLOWED, _HALVES, _STATES = 6, 24, 16
-_FEW_PLACES = 64
+_FOLLOWED, _HALVES, _STATES = 6, 48, 16
 _NO_LIST = "it holds no list of records in which others could be exchanged"
 _ELSEWHERE = "some of it comes from where no records could be exchanged, such as files or a cache"
 _ANEW = "the same item, loaded twice under the same random numbers, differs"
@@ -183,18 +182,7 @@ class _Check:
             for item, places in zip(items, common, strict=True):
                 if self._changes(item, neighbour):
                     places &= half
-        found = [np.flatnonzero(places) for places in common]
-        return [
-            self._narrowed(item, each, places) for item, places in zip(items, found, strict=True)
-        ]
-
-    def _narrowed(self, item: _Item, each: _List, places: Places) -> Places:
-        """Those of a few places that the item is made of."""
-        for _ in range(_HALVES if 1 < places.size <= _FEW_PLACES else 0):
-            half = np.asarray(self._draws.sample(places.tolist(), places.size // 2), dtype=np.int64)
-            if self._changes(item, self._with({id(each.held): self._exchanged(each, half)})):
-                places = half
-        return places
+        return [np.flatnonzero(places) for places in common]
 
     def _exchanged(self, each: _List, places: Places) -> Any:
         """A list whose entries at these places are others."""

@@ -35,6 +35,8 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert "(proven)" in printed
     assert "(heuristic)" in printed
     assert "s for checks" in printed
+    card = (tmp_path / "out" / "privacy_card.txt").read_text(encoding="utf-8")
+    assert "not checked" not in card
     steps = [line for line in printed.splitlines() if line.startswith("step ")]
     assert steps
     assert all("spent so far, of a plan of ε = " in line for line in steps)

@@ -51,6 +51,17 @@ def walk_back(starts: Iterable[Edge], ends: Collection[Edge]) -> tuple[list[Edge
     return found, leaves
 
 
+def nodes_behind(root: Any, stops: Callable[[Any], bool]) -> Iterator[Any]:
+    """A node of a graph and those behind it, each once, and none behind those where it `stops`."""
+    seen, waiting = {None}, [root]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [] if stops(node) else [behind for behind, _ in node.next_functions]
+
+
 def refuse_foreign(leaves: Iterable[Tensor], known: Iterable[Tensor], *, where: str) -> None:
     """Refuse leaves that a backward would train unseen.
 

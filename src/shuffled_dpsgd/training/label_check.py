@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.loss_graph import nodes_behind
 from shuffled_dpsgd.training.rows import Survey, fields_of
 
-_NLL = "NllLoss"
+_MOST_NODES = 64
 _FEW_WORDS = "build the model with a larger vocabulary, or resize it, as for added tokens"
 _REMEDY = "count classes from 0, or build the model with more outputs"
 
@@ -152,19 +154,16 @@ def warn_of_labels(model: nn.Module, survey: Survey) -> None:
 
 def _classifications(losses: Tensor) -> Iterator[tuple[int, Tensor, int]]:
     """Number of classes, labels and ignored label of every cross entropy behind the losses."""
-    seen, waiting = set(), [losses.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith(_NLL):
+    for node in islice(nodes_behind(losses.grad_fn, _is_classification), _MOST_NODES):
+        if _is_classification(node):
             ignored = node._saved_ignore_index
             # Autograd shows a negative number as an unsigned one of 64 bits.
             ignored -= (ignored >> 63) << 64
             yield node._saved_self.shape[1], node._saved_target, ignored
-        elif len(seen) < 64:
-            waiting += [behind for behind, _ in node.next_functions]
+
+
+def _is_classification(node: Any) -> bool:
+    return bool(node.name().startswith("NllLoss"))
 
 
 def _come_from(field: Any, values: Tensor) -> bool:

@@ -8,13 +8,13 @@ followed like this, because compiled code draws others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shuffled_dpsgd.runtime.loss_graph import nodes_behind
 from shuffled_dpsgd.runtime.output_tensors import tensors_in
 from shuffled_dpsgd.runtime.replay import Call
 
@@ -29,7 +29,7 @@ def follow(
     Of the outputs of an uncompiled forward, those with the shapes of the compiled code's outputs
     are taken, in order.
     """
-    nodes = list(_compiled_nodes(losses.grad_fn))
+    nodes = list(filter(_is_compiled, nodes_behind(losses.grad_fn, _is_compiled)))
     if len(nodes) != 1:
         return False
     kind, enabled, dtype = call.autocast
@@ -57,15 +57,5 @@ def follow(
     return True
 
 
-def _compiled_nodes(root: Any) -> Iterator[Any]:
-    """The pieces of compiled code that a backward reaches first."""
-    seen, waiting = set(), [root]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == _COMPILED:
-            yield node
-        else:
-            waiting += [following for following, _ in node.next_functions]
+def _is_compiled(node: Any) -> bool:
+    return bool(node.name() == _COMPILED)

@@ -99,6 +99,16 @@ def test_rows_under_random_numbers_are_compared_under_the_same_or_not_at_all() -
     assert "nobody looked for equal rows" in unit_on_the_card(Drawn(random.SystemRandom()))
 
 
+@pytest.mark.parametrize(
+    "repeated",
+    [lambda data: Subset(data, [*range(50), 7, 7]), lambda data: ConcatDataset([data] * 3)],
+)
+def test_repeated_indices_are_found_where_content_cannot_be_compared(repeated: Any) -> None:
+    data = repeated(Drawn(random.SystemRandom()))
+    with pytest.warns(UserWarning, match="there 3 times .its rows differ from one load"):
+        assert "3 rows" in unit_on_the_card(data)
+
+
 def test_data_that_were_edited_are_looked_at_again() -> None:
     data = vectors(count=RECORDS)
     assert NONE in unit_on_the_card(data)

@@ -127,6 +127,19 @@ class NextForBroken(Records):
         return self.x[at], self.y[at]
 
 
+class SeldomASecond(Records):
+    """One load in ten, of records in an order of their own: most loads show nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = random.Random(0).sample(range(RECORDS), RECORDS)
+
+    def __getitem__(self, index: int) -> Any:
+        at = self.order[index]
+        second = random.randrange(RECORDS) if random.random() < 0.1 else at
+        return self.x[at] + self.x[second], self.y[at]
+
+
 class OfAFrame(Records):
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +176,7 @@ class Transformed(Wrapped):
         return self.transform(x), y
 
 
-MIXED: list[Any] = [CentredByAll, NextOne, Nearest, AnotherIfLarge, OfAFrame, ByName]
+MIXED: list[Any] = [OfAFrame, ByName, CentredByAll, NextOne, Nearest, AnotherIfLarge, SeldomASecond]
 
 
 @pytest.mark.parametrize("make", [*MIXED, mixed_by_a_transform])

@@ -57,8 +57,8 @@ def _with_a_warning(comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 _COMPARED = (
     "a loss or a norm of training records was compared with another number: if the result decides "
-    "when to stop, which weights to keep or how to go on, no ε covers that choice. Decide by scores "
-    "on public records, or fix it beforehand"
+    "when to stop, which weights to keep or how to go on, no ε covers that choice. Decide by "
+    "scores on public records, or fix it beforehand"
 )
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Unnoised, f"__{_name}__", _with_a_warning(getattr(float, f"__{_name}__")))
@@ -106,7 +106,9 @@ class BlockRelease:
     def batch_clip_factor(self) -> float:
         """What the batch clip multiplied the sum by."""
         clip = self.batch_clip_norm
-        return 1.0 if clip is None or not self.norm_on_device.item() > clip else clip / self.sum_norm
+        return (
+            1.0 if clip is None or not self.norm_on_device.item() > clip else clip / self.sum_norm
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,12 +152,13 @@ class _Check:
 
     def _follow(self, items: Sequence[_Item]) -> None:
         """Refuse items that are not made of one place of each list, or of another item's."""
-        kept = []
-        for each in self._lists:
-            kept.append(found := self._places_of(items, each))
-            for item, places in zip(items, found, strict=True):
-                if not places.size:
-                    raise _refusal(item, f"with several entries of its {each.name or 'table'}")
+        found = [self._places_of(items, each) for each in self._lists]
+        for item, *kept in zip(items, *found, strict=True):
+            neighbour = self._with_others_but(kept)
+            for _ in range(_STATES):
+                if self._changes(_Item(item.number, self._draws.getrandbits(32)), neighbour):
+                    raise _refusal(item, "when other records than one are exchanged")
+            for each, places in zip(self._lists, kept, strict=True):
                 other = np.flatnonzero(each.places == places[0]) if places.size == 1 else places[:0]
                 if other.size and other[0] != item.number:
                     # The record is another one's too, unless that one lies elsewhere as well.
@@ -165,12 +166,6 @@ class _Check:
                     one = self._with({id(each.held): self._exchanged(each, places)})
                     if self._changes(its, one) and not self._changes(its, self._data):
                         raise _refusal(item, f"with the record of item {its.number}")
-        for item, *places_of_item in zip(items, *kept, strict=True):
-            neighbour = self._with_others_but(places_of_item)
-            for _ in range(_STATES):
-                again = _Item(item.number, self._draws.getrandbits(32))
-                if self._changes(again, neighbour):
-                    raise _refusal(item, "under some random numbers, with other records")
 
     def _places_of(self, items: Sequence[_Item], each: _List) -> list[Places]:
         """Of each item, the places that all halves of a list have whose exchange changes it."""

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object]]:
-    """A bar over (done, total) on standard error, unless `quiet`."""
+    """A bar over (done, total) on standard error, unless `quiet` or without a terminal."""
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("auditing", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,6 +89,39 @@ def test_non_finite_samples_have_non_finite_norms(poison: float, token: int, sid
     found = gram_sq_norms(x, g, True)
     assert not torch.isfinite(found[1])
     torch.testing.assert_close(found[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("find", [linear_maps.gram_sq_norm_sums, linear_maps.tile_sq_norm_sums])
+@pytest.mark.parametrize("poison", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("most", [1, 400, plain.SMALL_ELEMENTS])
+def test_norms_of_layers_computed_together_are_those_of_each(
+    find: Callable[..., list[Tensor]], poison: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one shape in one batch, some of them with one input, and one with a bad sample."""
+    monkeypatch.setattr(plain, "SMALL_ELEMENTS", most)
+    inputs = [draw(3, 6, 16, seed=seed) for seed in range(3)]
+    pairs = [
+        (x, draw(3, 6, 8, seed=10 + i)) for i, x in enumerate([*inputs, *inputs[:1], inputs[0]])
+    ]
+    biases = [True, True, False, True, False]
+    pairs[1][1][2, 4, 0] += poison
+    found = torch.stack(find(pairs, biases)).sum(0).double()
+    each = [exact_sq_norms(x, g, bias) for (x, g), bias in zip(pairs, biases, strict=True)]
+    expected = torch.stack(each).sum(0)
+    assert bool(torch.isfinite(found[2])) == (poison == 0.0)
+    good = [0, 1, 2] if poison == 0.0 else [0, 1]
+    torch.testing.assert_close(found[good], expected[good], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("most", [1, 200, plain.SMALL_ELEMENTS])
+def test_gradients_of_norm_layers_computed_together(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "SMALL_ELEMENTS", most)
+    xs, gs = ([draw(2, 5, 7, seed=base + i) for i in range(4)] for base in (20, 30))
+    for x, g, found in zip(xs, gs, plain.norm_sums(xs, gs, 1e-5), strict=True):
+        of_weight = g * torch.nn.functional.layer_norm(x, (7,))
+        torch.testing.assert_close(found, torch.stack([of_weight.sum(1), g.sum(1)], 1))
 
 
 @pytest.mark.parametrize("length", [1, 2048, 3 * 2048 + 7, 1 << 20])

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices, plain
 from shuffled_dpsgd.clipping.kernels.choices import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
+from shuffled_dpsgd.clipping.kernels.plain import Pair
 from shuffled_dpsgd.runtime.backends import TAKEN
 
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8
-Pair = tuple[Tensor, Tensor]
 # The names of ways to norms, and what they do.
 _NORMS = {"gram_sq_norms": "norms by Gram matrices", "tile_sq_norms": "norms by tiles"}
 
@@ -63,16 +63,16 @@ def _norm_kernel(way: str, x: Tensor, g: Tensor) -> str | None:
 def _sq_norm_sums(way: str, pairs: Sequence[Pair], biases: Sequence[bool]) -> list[Tensor]:
     """(B,) tensors that add up to the norms of all pairs; layers of one shape share a launch."""
     found: list[Tensor] = []
-    rest: list[int] = []
     for run in alike(pairs, biases):
-        kernel = _norm_kernel(way, *pairs[run[0]])
+        some, bias = [pairs[i] for i in run], biases[run[0]]
+        kernel = _norm_kernel(way, *some[0])
         TAKEN[_NORMS[way]].add(kernel or "plain")
         if kernel is None:
-            rest += run
-            continue
-        xs, gs = zip(*(pairs[i] for i in run), strict=True)
-        found.append(getattr(choices.module(kernel), way)(xs, gs, biases[run[0]]).sum(0))
-    return found + plain.many_sq_norms(getattr(plain, way), pairs, biases, rest)
+            found += plain.many_sq_norms(getattr(plain, way), some, bias)
+        else:
+            xs, gs = zip(*some, strict=True)
+            found.append(getattr(choices.module(kernel), way)(xs, gs, bias).sum(0))
+    return found
 
 
 gram_sq_norm_sums = partial(_sq_norm_sums, "gram_sq_norms")

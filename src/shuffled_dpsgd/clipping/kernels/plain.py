@@ -17,10 +17,14 @@ from torch import Tensor
 
 # Temporaries of the quadratic primitives are cut to about this many elements.
 MAX_TEMPORARY_ELEMENTS = 1 << 25
+# Small layers of one shape are computed together, up to this many elements of both sides.
+SMALL_ELEMENTS = 1 << 18
 # Features whose products tensor cores add up at a stretch.
 SHARE = 4096
 # Head room, in units in the last place, for the rounding of sums.
 ROUNDING_ULPS = 2.0
+# What comes into a layer, and the gradient of what goes out.
+Pair = tuple[Tensor, Tensor]
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
@@ -235,7 +239,7 @@ def _factored_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor | Non
     lower_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
     if bool(failed_B.any()):
         return None
-    squares_B = torch.bmm(lower_BTT.float().mT, wide).flatten(1).square().sum(1).double()
+    squares_B = torch.bmm(lower_BTT.float().mT, wide).square_().flatten(1).sum(1).double()
     wide_BT = torch.linalg.vector_norm(wide, dim=2).double()
     if bias and not is_input:
         squares_B += lower_BTT.sum(1).square().sum(1)
@@ -249,20 +253,44 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     x_BTD, g_BTP = widen(x_BTD), widen(g_BTP)
     total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, g_BTP), device=x_BTD.device)
     for columns in slices(g_BTP.shape[2], B * D):
-        total_B = total_B + torch.bmm(g_BTP[:, :, columns].mT, x_BTD).square().sum((1, 2))
+        total_B = total_B + torch.bmm(g_BTP[:, :, columns].mT, x_BTD).square_().sum((1, 2))
     if bias:
         total_B = total_B + g_BTP.sum(1).square().sum(1)
     return with_room(total_B, x_BTD, g_BTP, bias)
 
 
+def in_batches(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Layers of one shape as if they were one layer with the samples of all.
+
+    Asking for an operation takes longer than computing it for a small layer. Large ones stay alone.
+    """
+    x_BTD, g_BTP = pairs[0]
+    at_once = max(1, SMALL_ELEMENTS // max(1, x_BTD.numel() + g_BTP.numel()))
+    for first in range(0, len(pairs), at_once):
+        some = pairs[first : first + at_once]
+        if len(some) == 1:
+            yield some[0]
+        else:
+            xs, gs = zip(*some, strict=True)
+            yield torch.cat(xs), torch.cat(gs)
+
+
 def many_sq_norms(
-    norms: Callable[[Tensor, Tensor, bool], Tensor],
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    biases: Sequence[bool],
-    some: Sequence[int],
+    norms: Callable[[Tensor, Tensor, bool], Tensor], pairs: Sequence[Pair], bias: bool
 ) -> list[Tensor]:
-    """Norms of some layers, one after the other."""
-    return [norms(*pairs[i], biases[i]) for i in some]
+    """(B,) tensors that add up to the `norms` of layers of one shape."""
+    gradients_of: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for x, g in pairs:
+        gradients_of.setdefault(id(x), (x, []))[1].append(g)
+    # Layers with one input, such as queries, keys and values, count as one wider layer.
+    layers: dict[int, list[Pair]] = {}
+    for x, gs in gradients_of.values():
+        g = gs[0] if len(gs) == 1 else torch.cat(gs, 2)
+        layers.setdefault(len(gs), []).append((x, g))
+    B = len(pairs[0][0])
+    batches = [batch for of_one_width in layers.values() for batch in in_batches(of_one_width)]
+    found = [norms(x, g, bias) for x, g in batches]
+    return [part if len(part) == B else part.view(-1, B).sum(0) for part in found]
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
@@ -430,9 +458,9 @@ def layer_norm_backward(
 def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> Tensor:
     """Per-sample gradients of L layer norms' weights and biases: (L, B, 2, D)."""
     found = []
-    for x_BTD, g_BTD in zip(xs, gs, strict=True):
+    for x_BTD, g_BTD in in_batches(list(zip(xs, gs, strict=True))):
         x, g = widen(x_BTD), widen(g_BTD)
         x = x - x.mean(-1, keepdim=True)
         x_hat = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         found.append(torch.stack([(g * x_hat).sum(1), g.sum(1)], 1))
-    return torch.stack(found)
+    return torch.cat(found).unflatten(0, (len(xs), len(xs[0])))

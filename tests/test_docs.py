@@ -54,13 +54,33 @@ CODE = [
     for number, code in enumerate(blocks(p.name, "python"))
     if "fully_shard(block" not in code  # On several ranks: tests/distributed/test_sharded.py.
 ]
-COMMANDS = [
-    line.partition(" #")[0]
-    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
-    if line.startswith("shuffled-dpsgd ")
-]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Commands stand in a fence without a language, or indented, or within a sentence.
+SHOWN = re.compile(
+    r"^(?:    |torchrun [-\w ]+ -m )?(shuffled[-_]dpsgd .+?)(?: +#.*)?$", re.MULTILINE
+)
+SAID = re.compile(r"`(?:torchrun [-\w ]+ -m )?(shuffled[-_]dpsgd [^`]+)`")
+OPEN = ("…", "...", "CARD SAVED")  # The reader fills in the rest.
+
+
+def commands_of(text: str) -> tuple[list[str], list[str]]:
+    """Commands on lines of their own, to be understood whole, and commands within sentences.
+
+    >>> commands_of("```\\nshuffled-dpsgd plan  # x\\n```\\nSee `shuffled-dpsgd train\\n--resume`.")
+    (['shuffled-dpsgd plan'], ['shuffled-dpsgd train --resume'])
+    """
+    plain = FENCED.sub("", text)
+    shown = [code for kind, code in FENCED.findall(text) if kind in ("", "bash")] + [plain]
+    joined = re.sub(r"\\\n +", "", "\n".join(shown))
+    for name, value in re.findall(r'^(\w+)="(.+)"$', joined, re.MULTILINE):
+        joined = joined.replace(f"${name}", value)
+    return SHOWN.findall(joined), [" ".join(found.split()) for found in SAID.findall(plain)]
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+FOUND = [commands_of(page.read_text(encoding="utf-8")) for page in PAGES]
+COMMANDS = sorted({line for lines, _ in FOUND for line in lines if not line.endswith(OPEN)})
+MENTIONED = sorted({words for _, said in FOUND for words in said})
 
 
 class Scale(nn.Module):
@@ -161,14 +181,42 @@ def test_code_in_pages_runs(
             assert "rules={'scale': 'scale'}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS}))
-def test_commands_in_pages_are_understood(command: str) -> None:
-    """Verbs, options and their values; nothing is run, and files need not be there."""
+def verb_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the first words name, and the words after them."""
     found: Any = typer.main.get_command(app)
-    words = shlex.split(command)[1:]
-    while hasattr(found, "commands"):
+    while words and hasattr(found, "commands"):
         found = found.commands[words.pop(0)]
-    assert found.make_context("", words).params
+    return found, words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_in_pages_are_understood(command: str) -> None:
+    """Verbs, options and their values; nothing is run, and only files of ours must be there."""
+    verb, words = verb_of(shlex.split(command)[1:])
+    assert all((ROOT / word).is_file() for word in words if word.startswith("sweeps/"))
+    assert verb.make_context("", words).params
+
+
+@pytest.mark.parametrize("command", MENTIONED)
+def test_commands_within_sentences_have_verbs_and_flags_that_exist(command: str) -> None:
+    verb, words = verb_of(shlex.split(command)[1:])
+    flags = {flag for each in verb.params for flag in (*each.opts, *each.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= flags
+
+
+def test_commands_of_every_kind_of_block_are_seen() -> None:
+    assert len(COMMANDS) > 40
+    assert len(MENTIONED) > 15
+    for start in ("train digits", "audit sensitivity", "examine --epsilon", "sweep sweeps/digits"):
+        assert any(command.startswith(f"shuffled-dpsgd {start}") for command in COMMANDS), start
+
+
+def test_make_targets_in_pages_are_in_the_makefile() -> None:
+    pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md"))]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = {*re.findall(r"^make ([\w-]+)", text, re.M), *re.findall(r"`make ([\w-]+)", text)}
+    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert {"demo", "test", "docs", "package"} <= named <= made
 
 
 @pytest.mark.parametrize(

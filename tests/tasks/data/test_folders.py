@@ -203,7 +203,7 @@ def test_faults_of_a_json_list_name_the_line_or_the_item(
 
 def test_an_absent_folder_says_what_to_put_where(tmp_path: Path) -> None:
     for name in ("sst2", "qqp", "mnli", "qnli"):
-        with pytest.raises(InvalidArgumentError, match=r"absent, which is not there'; put there"):
+        with pytest.raises(InvalidArgumentError, match=r"absent, which is not there; put there"):
             read_train(name, tmp_path / "absent")
     with pytest.raises(InvalidArgumentError, match=r"e2e-dataset\.zip"):
         read_train("e2e", tmp_path)

@@ -17,7 +17,6 @@ from shuffled_dpsgd.clipping.rules.norms import (
     RMSNormSlot,
 )
 from shuffled_dpsgd.clipping.rules.recurrent import RecurrentSlot
-from shuffled_dpsgd.clipping.rules.tiling import TilingConvSlot
 
 BY_TYPE: dict[type[nn.Module], type[Slot]] = {
     nn.Linear: LinearSlot,
@@ -81,7 +80,5 @@ def find_rule(module: nn.Module) -> type[Slot] | None:
         rule = BY_TYPE.get(kind) or BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if rule is not None:
             inherited = type(module).forward is vars(kind).get("forward")
-            if rule is ConvSlot and TilingConvSlot.accepts(module):
-                rule = TilingConvSlot
             return rule if inherited and rule.accepts(module) else None
     return None

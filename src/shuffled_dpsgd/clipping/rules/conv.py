@@ -1,4 +1,4 @@
-"""Convolutions, as linear maps of unfolded patches; `tiling` has those whose patches are apart.
+"""Convolutions, as linear maps of unfolded patches.
 
 Shapes: B samples, K images of a sample where it has several (folded inputs), L output positions, R
 output channels, C weights per output channel.

@@ -64,7 +64,6 @@ class LinearFunction(torch.autograd.Function):
         ctx.slot, ctx.batch = slot, batch
         kept = kept if _lowers_again(slot) else weight
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
-        weight = _matrix(weight)
         if weight.shape[0] == outputs:
             return no_view(F.linear(x, weight, bias))
         # Cut before the view. With the view in between, a compiler would keep both the outputs and
@@ -77,7 +76,6 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if weight.dtype is not g.dtype:
             weight = lowered(weight, g.dtype, ctx.slot.padded_outputs - weight.shape[0])
-        weight = _matrix(weight)
         g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
             g = _padded(g, weight.shape[0])
@@ -86,11 +84,6 @@ class LinearFunction(torch.autograd.Function):
         anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, anchor
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """(outputs, inputs); a convolution's weight has more axes."""
-    return weight if weight.dim() == 2 else weight.flatten(1)
 
 
 def _lowers_again(slot: LinearSlot) -> bool:
@@ -230,7 +223,7 @@ class LinearSlot(Slot):
         rows = self.padded_outputs - self.outputs
         weight = lowered(weight.detach(), x.dtype, rows)
         bias = None if bias is None else lowered(bias.detach(), x.dtype, rows)
-        out = F.linear(x, _matrix(weight), bias)
+        out = F.linear(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.
         return out if out.shape[-1] == self.outputs else out[..., : self.outputs]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import spread, whole
+from shuffled_dpsgd.options import Shuffle
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.training import LoopSettings, Progress, make_private, train
 
@@ -23,6 +24,7 @@ def run(
     stop_after: int | None = None,
     secure: bool = False,
     sharded: bool | str = False,
+    shuffle: Shuffle = "auto",
 ) -> dict[str, Any]:
     """Begin or resume the run in `directory`; with `stop_after`, stop as a signal would."""
     folder = Path(directory)
@@ -44,6 +46,7 @@ def run(
         noise_multiplier=0.7,
         delta=1e-4,
         seed=None if secure else 5,
+        shuffle=shuffle,
         physical_batch_size=3,
         ledger_path=folder / "ledger.jsonl",
     )

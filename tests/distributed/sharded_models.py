@@ -10,6 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from shuffled_dpsgd.distributed import current_world
 
 
 def two_by_two() -> DeviceMesh:
@@ -27,15 +35,24 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def spread(make: Callable[[], nn.Module], how: bool | str) -> Callable[[], nn.Module]:
-    """A model that is spread over all ranks, "2x2": two copies, each over two ranks, or "state":
-    whole on every rank while it computes, so that they share little but the optimizer's state."""
+    """A model that is spread over all ranks, "2x2": two copies, each over two ranks, "state":
+    whole on every rank while it computes, so that they share little but the optimizer's state, or
+    "split": an MLP of which every rank has some hidden units."""
 
     def spread_out() -> nn.Module:
+        if how == "split":
+            return split(make(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         if how == "state":
             return fully_shard(make())
         return shard(make(), **({"mesh": two_by_two()} if how == "2x2" else {}))
 
     return spread_out
+
+
+def split(model: nn.Module, plan: dict[str, ParallelStyle]) -> nn.Module:
+    """Linear layers split over all ranks."""
+    mesh = init_device_mesh("cpu", (current_world().size,), mesh_dim_names=("tp",))
+    return parallelize_module(model, mesh, plan)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,9 @@ def updates(folder: Path) -> list[int]:
     return [int(line.split()[0]) for line in lines]
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow), "2x2"])
+@pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=pytest.mark.slow), "2x2", "split"]
+)
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     launcher: Launcher, tmp_path: Path, sharded: bool | str
 ) -> None:
@@ -38,17 +40,17 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    (expected,) = launcher.run(HERE, "run", ranks=1, directory=str(whole), num_steps=STEPS)
+    steps = {"num_steps": STEPS, "shuffle": "off" if sharded == "split" else "auto"}
+    (expected,) = launcher.run(HERE, "run", ranks=1, directory=str(whole), **steps)
     ranks = 4 if sharded == "2x2" else 2
-    begun = {"directory": str(parts), "num_steps": STEPS, "sharded": sharded}
+    begun = {"directory": str(parts), "sharded": sharded, **steps}
     first = launcher.run(HERE, "run", ranks=ranks, stop_after=3, **begun)
     assert [one["steps"] for one in first] == [3] * ranks
     assert [c.name for c in find_checkpoints(parts / "checkpoints")][-1] == "checkpoint-00000003"
-    (second,) = launcher.run(
-        HERE, "run", ranks=1, stop_after=3, **begun | {"sharded": bool(sharded)}
-    )
+    of_one = sharded if sharded == "split" else bool(sharded)
+    (second,) = launcher.run(HERE, "run", ranks=1, stop_after=3, **begun | {"sharded": of_one})
     assert (second["first"], second["steps"], second["spent"]) == (3, 6, 6)
-    last = launcher.run(HERE, "run", ranks=4 if sharded == "2x2" else 3, **begun)
+    last = launcher.run(HERE, "run", ranks=4 if sharded in ("2x2", "split") else 3, **begun)
     for one in last:
         assert (one["first"], one["steps"], one["finished"]) == (6, STEPS, True)
         assert one["spent"] == entries(parts) == STEPS
@@ -109,6 +111,7 @@ def kill_one_and_resume(
     [
         (False, False),
         (False, True),
+        (True, "split"),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(True, "2x2", marks=pytest.mark.slow),
     ],

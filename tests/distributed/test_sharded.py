@@ -216,8 +216,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "columns": "expected rows spread over the last axis of a mesh, Shard(0)",
         "half": "expected a mesh of all 2 ranks in their order",
         "root": "got a model whose root it was not called on",
-        "tensor parallel": "got a DTensor of other making; call fully_shard on the blocks, then on "
-        "the model; tensor parallelism is not supported",
+        "tensor parallel": "0: expected a linear layer split evenly by its outputs or its inputs",
         "ignored": "got one that fully_shard was told to ignore",
         "precision": "expected a mixed-precision policy of bfloat16, or none",
         "offload": "got CPUOffloadPolicy",

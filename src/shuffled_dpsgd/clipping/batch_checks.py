@@ -35,8 +35,11 @@ from shuffled_dpsgd.errors import CannotReplayError, RefereeError, UnsupportedMo
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.runtime.replay import Call, Rerun, Witness
-from shuffled_dpsgd.runtime.shards import Sharding
+from shuffled_dpsgd.runtime.shards import Sharding, SplitLayers
 from shuffled_dpsgd.runtime.uncompiled import eagerly
+
+# Relative to a norm: half precision, and the room that engines leave.
+_NORM_ROOM = 0.05
 
 
 @dataclass(kw_only=True)
@@ -91,7 +94,8 @@ class BatchChecks:
         self._recorder = recorder
         self._attachment = attachment
         self._kinds = BatchKinds(model, labels_count=numbers_are_means)
-        self._test = ExchangeTest(model, random.Random(0))
+        self._draws = random.Random(0)
+        self._test = ExchangeTest(model, self._draws)
         self._losses_checked = False
         self._outputs: Sequence[Tensor] = ()
         # The batch that is watched: chosen before its forward, looked at after its backward.
@@ -132,7 +136,11 @@ class BatchChecks:
             )
 
     def _watched_if_due(self, batch: CapturedBatch, kind: Hashable) -> _Watched | None:
-        if batch.size > 0 and self.has_samples and self.turns.is_due(kind):
+        is_due = batch.size > 0 and self.has_samples and self.turns.is_due(kind)
+        if self._sharding is not None and self._sharding.split is not None:
+            # All ranks run the model together, in checks as well.
+            is_due = self._sharding.is_any(is_due)
+        if is_due:
             return _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
         return None
 
@@ -271,6 +279,9 @@ class BatchChecks:
         if not finite:
             return
         take = None if self._sharding is None else self._sharding.gradients_to
+        split = None if self._sharding is None else self._sharding.split
+        # Zero times what is not finite is not zero: then a later batch has to show it.
+        owes_norm = split is not None and len(finite) < len(norms)
         invents = not call.cotangents and watched.call is not None
         # The referee compares with the call itself, which has no such gradients.
         call = replace(call, cotangents={}) if invents else call
@@ -279,11 +290,14 @@ class BatchChecks:
                 rerun.invent_gradients(numbers=not watched.batch.has_losses)
             try:
                 found = self._find_change(rerun, call, watched, finite)
+                if found is None and split is not None and not owes_norm:
+                    found = self._other_norm(rerun, watched, finite, split)
             except CannotReplayError as error:
                 found = Moved(name="", got=str(error))
         if found is not None:
             raise self._refusal(found)
-        self.turns.note_checked(watched.kind)
+        if not owes_norm:
+            self.turns.note_checked(watched.kind)
         self.num_samples += self._test.num_watched
         self.num_by_coin += self._test.num_watched * watched.by_coin
 
@@ -311,6 +325,23 @@ class BatchChecks:
             if found is None:
                 break
         return found
+
+    def _other_norm(
+        self, rerun: Rerun, watched: _Watched, finite: list[int], split: SplitLayers
+    ) -> Moved | None:
+        """A sample whose gradient, put together from all ranks, has another norm than was booked.
+
+        The sums would not show it: they are compared under the factors of the booked norms.
+        """
+        assert watched.norms is not None, "known since its backward"
+        sample = self._draws.choice(finite)
+        weights = torch.zeros(watched.batch.size, dtype=torch.float64)
+        weights[sample] = 1.0 if rerun.has_numbers else watched.batch.scale
+        expected = split.joint_norm(rerun.gradient(weights, last=True))
+        booked, typical = float(watched.norms[sample]), float(watched.norms[finite].median())
+        if abs(booked - expected) <= _NORM_ROOM * expected + 1e-3 * typical:
+            return None
+        return Moved(name="", got=f"a norm of {booked:.6g} where plain autograd has {expected:.6g}")
 
     def _refusal(self, found: Moved) -> UnsupportedModuleError:
         paths = [slot.path for slot in self._slots if found.name in slot.names.values()]

@@ -6,7 +6,7 @@ parameter no rule can handle exactly is refused here, before any training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -17,15 +17,22 @@ from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.rules import find_rule
 from shuffled_dpsgd.clipping.rules.broadcast import BroadcastSlot, can_broadcast
 from shuffled_dpsgd.clipping.rules.generic import GenericSlot, is_container
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+from shuffled_dpsgd.clipping.rules.split_linear import SplitLinearSlot
 
 
-def build_slots(model: nn.Module, recorder: CaptureRecorder) -> list[Slot]:
-    """A slot for every module that must book-keep, in the order of the tree; or a refusal."""
+def build_slots(
+    model: nn.Module, recorder: CaptureRecorder, split: Set[str] = frozenset()
+) -> list[Slot]:
+    """A slot for every module that must book-keep, in the order of the tree; or a refusal.
+
+    Of the parameters named by `split` every rank has a part.
+    """
     # The first name of each trainable parameter; tied ones share it.
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     refusals.refuse_hooks(model)
     slots: list[Slot] = []
-    for path, module, rule in _handled(model, "", names):
+    for path, module, rule in _handled(model, "", names, split):
         held = module.named_parameters(recurse=rule.takes_children)
         owned = {key: names[id(p)] for key, p in held if id(p) in names}
         slots.append(
@@ -36,13 +43,15 @@ def build_slots(model: nn.Module, recorder: CaptureRecorder) -> list[Slot]:
 
 
 def _handled(
-    module: nn.Module, path: str, names: dict[int, str]
+    module: nn.Module, path: str, names: dict[int, str], split: Set[str]
 ) -> Iterator[tuple[str, nn.Module, type[Slot]]]:
     """Every module that needs a slot, with its rule, from the outside in."""
     if not any(id(p) in names for p in module.parameters()):
         return
     refusals.refuse_known(module, path)
     rule = find_rule(module)
+    if rule is LinearSlot and split & {names.get(id(p)) for p in module.parameters()}:
+        rule = SplitLinearSlot
     if rule is None:
         rule = _rule_for_bare_parameters(module, names)
     if rule is not None:
@@ -52,7 +61,7 @@ def _handled(
         if rule.takes_children:
             return
     for key, child in module.named_children():
-        yield from _handled(child, f"{path}.{key}" if path else key, names)
+        yield from _handled(child, f"{path}.{key}" if path else key, names, split)
 
 
 def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[Slot] | None:

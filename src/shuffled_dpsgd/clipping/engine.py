@@ -108,11 +108,13 @@ class ClippingEngine:
         self._recorder = CaptureRecorder(self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
-        self._slots = build_slots(model, self._recorder)
+        split = None if sharding is None else sharding.split
+        names = frozenset[str]() if split is None else split.names
+        self._slots = build_slots(model, self._recorder, names)
         self._recorder.slots = self._slots
         if sharding is not None:
             refusals.refuse_sharded(self._slots, sharding.modules)
-        shapes = {name: p.shape for name, p in self._parameters.items()}
+        shapes = {n: (owned[n] if split else p).shape for n, p in self._parameters.items()}
         self._schedule = make_schedule(
             self._slots,
             shapes,

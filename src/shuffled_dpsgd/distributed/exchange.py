@@ -19,7 +19,7 @@ from shuffled_dpsgd.errors import RefereeError
 from shuffled_dpsgd.runtime.shards import RowSplit, Span, held
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.distributed.sharding import ShardedModel
+    from shuffled_dpsgd.distributed.sharding import AnySharding
 
 Tensors = dict[str, Tensor]
 
@@ -196,7 +196,7 @@ class ShardedTotals:
 
     def __init__(
         self,
-        sharding: ShardedModel,
+        sharding: AnySharding,
         parameters: Mapping[str, nn.Parameter],
         coin: Callable[[], bool],
     ) -> None:
@@ -216,7 +216,7 @@ class ShardedTotals:
         for name, parameter in self._parameters.items():
             own, kind = held(parameter), sum_dtype(parameter.dtype)
             grad = None if parameter.grad is None else held(parameter.grad)
-            rows = torch.zeros_like(own) if grad is None else grad * self._sharding.all_ranks
+            rows = torch.zeros_like(own) if grad is None else grad * self._sharding.factor(name)
             found[name] = rows.to(kind)
             parameter.grad = None
         return found

@@ -19,14 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from shuffled_dpsgd.distributed.exchange import ShardedSums
-from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
+from shuffled_dpsgd.distributed.sharding_refusals import refuse_axes, refuse_unsupported
+from shuffled_dpsgd.distributed.tensor_parallel import TensorParallelModel
 from shuffled_dpsgd.distributed.unshard import LayerwiseUnshard, sharded_modules
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import RowAxis, any_sharded
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 
-def find_sharding(world: World, model: nn.Module, mesh: Any = None) -> ShardedModel | None:
+def find_sharding(world: World, model: nn.Module, mesh: Any = None) -> AnySharding | None:
     """The sharding of a model, or None where every rank has the whole of it.
 
     With a `mesh` it must be the one the model lies on.
@@ -39,6 +40,10 @@ def find_sharding(world: World, model: nn.Module, mesh: Any = None) -> ShardedMo
             module.reshard()  # A forward without a backward leaves the root's weights whole.
     if not any_sharded(model.parameters()):
         return None
+    split = not any(isinstance(module, FSDPModule) for module in model.modules())
+    refuse_axes(model, mesh, known=("tp", "sp") if split else ())
+    if split:
+        return TensorParallelModel(world, model, mesh)
     refuse_unsupported(world, model, mesh)
     return ShardedModel(world, model)
 
@@ -48,6 +53,8 @@ class ShardedModel:
 
     FSDP's hooks are replaced by ones that ask whether the weights are whole, until `detach`.
     """
+
+    split = None
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
@@ -76,9 +83,8 @@ class ShardedModel:
         """How many ranks share the rows."""
         return self.shards.size
 
-    @property
-    def all_ranks(self) -> int:
-        """How many ranks train, those with copies of the same rows included."""
+    def factor(self, name: str) -> int:
+        """What FSDP's mean over all ranks, copies included, is multiplied by to be their sum."""
         return self._world.size
 
     @property
@@ -202,6 +208,9 @@ class ShardedModel:
         # As FSDP's own, they are no part of what a compiler traces.
         module._forward_pre_hooks[start] = torch.compiler.disable(before)
         module._forward_hooks[end] = torch.compiler.disable(after)
+
+
+AnySharding = ShardedModel | TensorParallelModel
 
 
 def _inputs(policy: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.shards import RowAxis, is_sharded
 
-_TENSOR = "tensor parallelism is not supported: a sample's norm would have parts on several ranks"
+_TENSOR = "layers split by parallelize_module are supported without fully_shard"
 _OTHER_AXES = {
     "tp": "tensor",
     "sp": "sequence",
@@ -31,20 +32,15 @@ def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> 
     Raises:
         UnsupportedModuleError: naming the module or parameter.
     """
-    if declared is not None and not isinstance(declared, DeviceMesh):
-        raise InvalidArgumentError("mesh", expected="a DeviceMesh of PyTorch", got=declared)
-    sharded = [name for name, p in model.named_parameters() if is_sharded(p)]
+    first = next(name for name, p in model.named_parameters() if is_sharded(p))
     if not isinstance(model, FSDPModule):
-        wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
-        got = "a model whose root it was not called on" if wrapped else "a DTensor of other making"
         raise UnsupportedModuleError(
-            sharded[0],
+            first,
             expected="parameters that fully_shard has spread, the model itself last",
-            got=got,
+            got="a model whose root it was not called on",
             remedy=f"call fully_shard on the blocks, then on the model; {_TENSOR}",
         )
-    mesh = RowAxis.of(model.get_parameter(sharded[0])).mesh if declared is None else declared
-    _refuse_axes(sharded[0], mesh)
+    mesh = RowAxis.of(model.get_parameter(first)).mesh if declared is None else declared
     for name, parameter in model.named_parameters():
         _refuse_placement(world, name, parameter)
         own = RowAxis.of(parameter).mesh
@@ -75,16 +71,25 @@ def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> 
     _refuse_untied(model)
 
 
-def _refuse_axes(name: str, mesh: Any) -> None:
-    """Refuse by its name an axis whose ranks do not train with records of their own."""
-    for axis in mesh.mesh_dim_names or ():
-        if axis in _OTHER_AXES:
-            raise UnsupportedModuleError(
-                name,
-                expected="a mesh of ranks that each train with records of their own",
-                got=f"an axis {axis!r}, as of {_OTHER_AXES[axis]} parallelism",
-                remedy="use fully_shard on one axis, or on two of which the first has copies",
-            )
+def refuse_axes(model: nn.Module, declared: Any, known: Sequence[str] = ()) -> None:
+    """Refuse by its name an axis of the model's mesh, or of the `declared` one, but `known` ones.
+
+    Raises:
+        UnsupportedModuleError: naming a parameter that lies on it.
+    """
+    if declared is not None and not isinstance(declared, DeviceMesh):
+        raise InvalidArgumentError("mesh", expected="a DeviceMesh of PyTorch", got=declared)
+    for name, parameter in model.named_parameters():
+        meshes = [declared, *([RowAxis.of(parameter).mesh] if is_sharded(parameter) else [])]
+        for axis in (each for mesh in meshes if mesh for each in mesh.mesh_dim_names or ()):
+            if axis in _OTHER_AXES and axis not in known:
+                raise UnsupportedModuleError(
+                    name,
+                    expected="a mesh whose ranks share rows, split layers, or have copies",
+                    got=f"an axis {axis!r}, as of {_OTHER_AXES[axis]} parallelism",
+                    remedy="use fully_shard on one axis, or on two of which the first has copies; "
+                    "or parallelize_module on one",
+                )
 
 
 def _refuse_placement(world: World, name: str, parameter: nn.Parameter) -> None:

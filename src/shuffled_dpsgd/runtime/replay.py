@@ -30,6 +30,7 @@ from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.loss_graph import LossGraph, every_backward
 from shuffled_dpsgd.runtime.output_tensors import batch_axes_of, tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
+from shuffled_dpsgd.runtime.shards import held
 
 Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
 # Takes whole gradients by name while a backward runs, where weights are spread over processes.
@@ -368,7 +369,8 @@ class Rerun:
         if self._take is not None:
             return {}
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+        return {name: held(grad) for name, grad in found.items()}
 
     def _one_by_one(self, weights: Tensor) -> dict[str, Tensor]:
         """Where the model returns one number for the batch: every sample alone."""

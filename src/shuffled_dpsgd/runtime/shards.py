@@ -5,7 +5,7 @@ Such a parameter is a DTensor. It has the shape of the whole and holds the rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -142,6 +142,27 @@ class LiveParameters(Mapping[str, nn.Parameter]):
         return len(self._places)
 
 
+class SplitLayers(Protocol):
+    """Layers that compute in parts on `ranks`; `names` are their trainable parameters.
+
+    Every call is collective.
+    """
+
+    @property
+    def names(self) -> Set[str]: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a few numbers over all ranks."""
+        ...
+
+    def joint_norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of what all ranks have together, of which these are one rank's parts."""
+        ...
+
+
 class Sharding(Protocol):
     """A model with rows spread over `ranks`; `modules` are gathered and freed as wholes."""
 
@@ -150,6 +171,11 @@ class Sharding(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def split(self) -> SplitLayers | None:
+        """How layers compute in parts, if they do; all ranks then have the same samples."""
+        ...
 
     def is_any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
@@ -167,7 +193,10 @@ class Sharding(Protocol):
         """
         ...
 
-    def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    @property
+    def gradients_to(
+        self,
+    ) -> Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]] | None:
         """Inside `unsharded`: `take` gets whole gradients by name as they come, parameters none."""
         ...
 

@@ -51,7 +51,7 @@ from shuffled_dpsgd.training.symmetries import usable_symmetries
 from shuffled_dpsgd.training.units import Units
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.distributed.sharding import ShardedModel
+    from shuffled_dpsgd.distributed.sharding import AnySharding
 
 DEFAULT_PHYSICAL_BATCH = 64
 
@@ -196,7 +196,10 @@ def assemble(
     world = current_world()
     sharding = _find_sharding(world, inner, options, compiled=inner is not model)
     with _as_written(sharding):
-        spec = usable_symmetries(inner, optimizer, options)
+        spec = usable_symmetries(inner, optimizer, options, split=_is_split(sharding))
+    if _is_split(sharding) and options.clip == "per-layer":
+        expected = "one factor for a sample where layers are split over ranks"
+        raise InvalidArgumentError("clip", expected=expected, got=options.clip)
     plan = make_plan(
         options,
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},
@@ -267,7 +270,7 @@ def _units(options: PrivacyOptions, *, compiled: bool, sharded: bool) -> Units |
 
 def _find_sharding(
     world: World, model: torch.nn.Module, options: PrivacyOptions, *, compiled: bool
-) -> ShardedModel | None:
+) -> AnySharding | None:
     """How `fully_shard` has spread the model, if it has; what it does not go with is refused."""
     spread = is_wrapped(model) or any_sharded(model.parameters())
     agree(
@@ -281,8 +284,8 @@ def _find_sharding(
                 "mesh",
                 expected="None for a model that every rank has the whole of",
                 got=options.mesh,
-                remedy="call fully_shard(module, mesh=mesh) on its blocks, then on the model; "
-                "tensor, pipeline, context and expert parallelism are not supported",
+                remedy="call fully_shard(module, mesh=mesh) on its blocks, then on the model, or "
+                "parallelize_module; pipeline, context and expert parallelism are not supported",
             )
         return None
     # torch.distributed.fsdp takes a while to import.
@@ -312,7 +315,14 @@ def _find_sharding(
     return find_sharding(world, model, options.mesh)
 
 
-def _as_written(sharding: ShardedModel | None) -> AbstractContextManager[None]:
+def _is_split(sharding: AnySharding | None) -> bool:
+    """Whether every rank computes a part of each layer, with the same records."""
+    return sharding is not None and sharding.split is not None
+
+
+def _as_written(
+    sharding: AnySharding | None,
+) -> AbstractContextManager[None]:
     """Where modules are known by their classes, which `fully_shard` has replaced."""
     return nullcontext() if sharding is None else sharding.as_written()
 
@@ -321,7 +331,7 @@ def _engine(
     model: torch.nn.Module,
     plan: PrivacyPlan,
     options: PrivacyOptions,
-    sharding: ShardedModel | None,
+    sharding: AnySharding | None,
 ) -> ClippingEngine:
     if options.method == "opacus":
         if plan.clip != "flat" or plan.loss_reduction != "sum":

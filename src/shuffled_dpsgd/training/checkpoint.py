@@ -207,6 +207,11 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
             f"{source}: written by another version of this library, whose noise was drawn "
             "otherwise; resume with that version, or start in a fresh directory"
         )
+    if run.get("split layers", False) != private.is_split:
+        raise CheckpointError(
+            f"{source}: of weights spread by rows and layers split by parallelize_module, it has "
+            "the one and this run the other; resume it as it was begun"
+        )
     if run["spec"] != _spec_hash(private):
         raise CheckpointError(f"{source}: the model's permutation groups differ from this model's")
     weights: dict[str, torch.Tensor] = {}
@@ -296,6 +301,7 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
         "plan": field_fingerprints(without_seed(private.plan)),
         "spec": _spec_hash(private),
         "streams": STREAM_VERSION,
+        "split layers": private.is_split,
         "releases": [list(entry) for entry in private.ledger.entries()],
         "durable_ledger": private.ledger.path is not None,
         "resumed_without_ledger": private.resumed_without_ledger,

@@ -145,7 +145,9 @@ class DrawnBatches:
         if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
             layout = Layout(
                 batch_size=max(1, run.physical_batch_size // (run.plan.records_per_unit or 1)),
-                expected=math.ceil(run.plan.expected_batch_size / run.world.size),
+                expected=math.ceil(
+                    run.plan.expected_batch_size / (1 if run.is_split else run.world.size)
+                ),
                 lengths=self._lengths(data),
                 pads=pad_batches,
                 most=run.plan.largest_batch,

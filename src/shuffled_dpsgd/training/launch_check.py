@@ -25,14 +25,18 @@ from shuffled_dpsgd.distributed.layouts import send_first
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
-from shuffled_dpsgd.runtime.shards import held
+from shuffled_dpsgd.runtime.shards import held, is_sharded
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import seed_rank
+from shuffled_dpsgd.training.global_randomness import (
+    global_randomness,
+    seed_rank,
+    set_global_randomness,
+)
 from shuffled_dpsgd.training.planning import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest_of_some
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.distributed.sharding import ShardedModel
+    from shuffled_dpsgd.distributed.sharding import AnySharding
 
 _RECORDS = 256
 _PACKAGES = ("shuffled_dpsgd", "torch", "numpy", "transformers", "peft")
@@ -45,7 +49,7 @@ def join_ranks(
     optimizer: torch.optim.Optimizer,
     plan: PrivacyPlan,
     spec: PermutationSpec | None,
-    sharding: ShardedModel | None = None,
+    sharding: AnySharding | None = None,
 ) -> Exchange | None:
     """Compare the launch on all ranks, give all of them rank 0's weights; None for one process.
 
@@ -67,6 +71,10 @@ def join_ranks(
         )
     agree(world, _facts(model, optimizer, plan, spec), remedy=_REMEDY)
     send_first(world, [*([] if sharding else model.parameters()), *model.buffers()])
+    if sharding is not None and sharding.split is not None:
+        send_first(world, [p for p in model.parameters() if not is_sharded(p)])
+        set_global_randomness(world.from_first(global_randomness()))
+        return sharding.sums
     seed_rank(world.rank)
     if sharding is not None:
         send_first(sharding.copies, [held(p) for p in model.parameters()])

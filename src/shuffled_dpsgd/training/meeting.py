@@ -24,13 +24,20 @@ class Meeting:
     """Divides logical batches among the ranks and gathers what became of the parts.
 
     Before every release the ranks compare the norms and sums of their weights, to the last bit;
-    where the weights lie on several ranks, those of all that `share` them, as last noted.
+    where the weights lie on several ranks, those of all that `share` them, as last noted. Ranks
+    that split every layer are `alike`: each has all records, and should find the same losses.
     """
 
     def __init__(
-        self, world: World, trainable: Mapping[str, torch.Tensor], sharing: World | None = None
+        self,
+        world: World,
+        trainable: Mapping[str, torch.Tensor],
+        sharing: World | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._world = world
+        self._alike = alike
         self._sharing = sharing or world
         self._trainable = trainable
         self._is_spread = world.size > 1 and any_sharded(trainable.values())
@@ -51,7 +58,7 @@ class Meeting:
         if self._world.size == 1:
             return tuple(indices)
         self._drawn[step] = _mark(tuple(indices))
-        return tuple(indices[self._world.rank :: self._world.size])
+        return tuple(indices if self._alike else indices[self._world.rank :: self._world.size])
 
     def most_parts(self, indices: Sequence[int], count: Callable[[Sequence[int]], int]) -> int:
         """The largest number of physical batches on any rank; `count` gives it for one part.
@@ -95,6 +102,14 @@ class Meeting:
             "them from one checkpoint",
         )
         self._drawn = {number: mark for number, mark in self._drawn.items() if number > step}
+        if self._alike:
+            sums = [0.0 if total is None else total[0] for total in totals]
+            if max(sums) - min(sums) > 1e-3 * max(map(abs, sums)):
+                raise RankError(
+                    f"step {step} was not taken: ranks that split layers have other losses for the "
+                    "same records. All must draw the same random numbers, in loading them too"
+                )
+            return norms, losses.mean()
         if max(counts) > 0:
             # Not all ranks need have the same type; a part without a record has any.
             kind = torch.float32 if set(widths) <= {0, 4} else torch.float64

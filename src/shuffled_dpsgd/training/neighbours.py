@@ -51,14 +51,20 @@ class NeighbourTests:
 
     def use_loss(self, loss: PerSampleLoss, *, is_trained_on: bool) -> None:
         """Test this loss from here on and, unless `is_trained_on`, that it is the loss in use."""
+        turns = self._turns()
+        if self._run.is_split:
+            # All ranks run the model together: none may choose by time or by a coin of its own.
+            turns = CheckTurns(0.0, turns.time, 0)
         self._loss = LossExchange(
             self._run.model,
             loss,
             self._run.engine.lifted,
-            turns=self._turns(),
+            turns=turns,
             witness=None if is_trained_on or self._run.is_sharded else self._run.witness,
             with_gradients=not self._run.is_sharded,
         )
+        if self._run.is_split:
+            self._loss.why_not_padding = "layers are split over processes"
         if self._run.is_sharded and not is_trained_on:
             self._loss.why_not_compared.add("weights are spread over processes")
 
@@ -149,6 +155,7 @@ class NeighbourTests:
 
     def _try_loss(self, loss: LossExchange, drawn: PhysicalBatch, batch: Any) -> None:
         self._tried_at = self._run.ledger.spent
-        if self._loader is not None and drawn.size and self._tried_at == 0:
+        first = self._tried_at == 0 and not self._run.is_split
+        if self._loader is not None and drawn.size and first:
             loss.check_padding(self._loader.some_samples(drawn.part), self._loader.collate)
         loss.check(batch, drawn.rows, drawn.size * drawn.part.rows_per_sample)

@@ -70,7 +70,7 @@ from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.distributed.sharding import ShardedModel
+    from shuffled_dpsgd.distributed.sharding import AnySharding
 
 
 class PrivateTraining:
@@ -96,7 +96,7 @@ class PrivateTraining:
         physical_batch_size: int,
         world: World | None = None,
         exchange: Exchange | None = None,
-        sharding: ShardedModel | None = None,
+        sharding: AnySharding | None = None,
         check_rate: float = DEFAULT_RATE,
         unit: str = DEFAULT_UNIT,
         units: Units | None = None,
@@ -147,7 +147,7 @@ class PrivateTraining:
 
         # What takes a step: batches, the door to a release, the update and the shuffle.
         sharing = None if sharding is None else sharding.shards
-        self._meeting = Meeting(self.world, self._trainable, sharing)
+        self._meeting = Meeting(self.world, self._trainable, sharing, alike=self.is_split)
         self._drawn = DrawnBatches(
             self,
             meeting=self._meeting,
@@ -258,13 +258,18 @@ class PrivateTraining:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over ranks, by `fully_shard`."""
+        """Whether the weights are spread over ranks."""
         return self._sharding is not None
 
     @property
+    def is_split(self) -> bool:
+        """Whether every rank has a part of each layer, and the same records."""
+        return self._sharding is not None and self._sharding.split is not None
+
+    @property
     def keeps_in_step(self) -> bool:
-        """Whether all ranks must run the model equally often, as sharded ranks must."""
-        return self.is_sharded and self.world.size > 1
+        """Whether ranks with other records must run the model equally often, as sharded ranks."""
+        return self.is_sharded and self.world.size > 1 and not self.is_split
 
     @property
     def between_blocks(self) -> bool:
@@ -603,6 +608,7 @@ class PrivateTraining:
 
         All ranks must enter. Changes to the weights are lost. Without sharding nothing happens.
         """
+        self._refuse_split()
         with nullcontext() if self._sharding is None else self._sharding.whole():
             yield
 
@@ -613,8 +619,13 @@ class PrivateTraining:
         All ranks must enter. Those that do not run the model send their rows until all others
         leave.
         """
+        self._refuse_split()
         with nullcontext() if self._sharding is None else self._sharding.unsharded():
             yield
+
+    def _refuse_split(self) -> None:
+        expected = "a run whose ranks can run the model by themselves"
+        require(not self.is_split, "model", expected, "layers split over ranks: call it on all")
 
     # -- the end of a run, and what may be claimed of it -----------------------------------------
 

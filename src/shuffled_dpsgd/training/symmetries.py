@@ -32,9 +32,23 @@ def symmetries_of(model: torch.nn.Module, options: PrivacyOptions) -> Permutatio
 
 
 def usable_symmetries(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: PrivacyOptions
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: PrivacyOptions,
+    *,
+    split: bool = False,
 ) -> PermutationSpec | None:
-    """What may move with this optimizer; the user is told if `auto` finds nothing."""
+    """What may move with this optimizer; the user is told if `auto` finds nothing.
+
+    Nothing moves where layers are `split` over ranks.
+    """
+    if split and options.needs_blocks:
+        for name, fine in (("shuffle", ("auto", "off")), ("batch_clip_norm", (None,))):
+            if (got := getattr(options, name)) not in fine:
+                expected = f"{fine[-1]!r} where layers are split over ranks"
+                raise InvalidArgumentError(name, expected=expected, got=got)
+        say_once(STAYS.format(type(model).__name__, "its layers are split over ranks"))
+        return None
     spec = symmetries_of(model, options)
     if options.shuffle != "auto" or spec is None:
         return spec

@@ -11,6 +11,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.finalize import clip_functions
+from shuffled_dpsgd.clipping.finalize.across_ranks import AcrossRanks
 from shuffled_dpsgd.clipping.finalize.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.clipping.finalize.schedules import ClippingRule, FinalizeSchedule, WholeGradient
 from shuffled_dpsgd.clipping.finalize.shared_parameters import group_slots
@@ -42,6 +43,8 @@ def make_schedule(
         per_group=clip == "per-layer",
         totals=Totals(owned),
     )
+    if sharding is not None and sharding.split is not None:
+        return AcrossRanks(rule, sharding.split)
     if sharding is not None and sharding.ranks > 1:
         return LayerByLayer(rule, sharding.scatter)
     if rule.per_group:

@@ -1,0 +1,225 @@
+"""Models whose linear layers `parallelize_module` has split over all ranks.
+
+Every rank has the same records and draws the same random numbers. It computes with its part of
+every layer, so all ranks run the model together, in checks as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.core.noise import Place
+from shuffled_dpsgd.distributed.layouts import Numbering, RowPieces
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.shards import RowSplit, SplitLayers, is_sharded
+
+Tensors = dict[str, Tensor]
+# Rounding of a total of squares that is formed in another order.
+_ROOM = 1e-4
+_REMEDY = (
+    "split linear layers by parallelize_module with ColwiseParallel() and RowwiseParallel(), over "
+    "a mesh of one axis, into parts of equal size; leave everything else whole"
+)
+
+
+class TensorParallelModel:
+    """A model split over all ranks of a launch; see `Sharding`."""
+
+    computed_in = frozenset[torch.dtype]()
+    gradients_to = None
+
+    def __init__(self, world: World, model: nn.Module, mesh: Any = None) -> None:
+        self._world = self.shards = world
+        self.copies = World()
+        self.modules = [m for m in model.modules() if any(map(is_sharded, _own(m)))]
+        _refuse_unsupported(world, model, self.modules, mesh)
+        parts = {id(p) for module in self.modules for p in _own(module)}
+        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = frozenset(name for name, p in names.items() if id(p) in parts)
+        self.sums = TensorParallelSums(world, names)
+
+    @property
+    def ranks(self) -> int:
+        return self._world.size
+
+    @property
+    def split(self) -> SplitLayers:
+        return self
+
+    def joint_norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of a gradient of which all ranks have parts, by other messages than `total`."""
+        parts, leads = self.sums.spread_out, self._world.leads
+        counted = [each for name, each in gradients.items() if leads or name in parts]
+        squares = sum(float(each.double().square().sum()) for each in counted)
+        return math.sqrt(sum(map(float, self._world.gather_texts(repr(squares)))))
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a few numbers over all ranks; collective."""
+        return self._world.add_(values)
+
+    def factor(self, name: str) -> int:
+        """What torch's gradients are multiplied by: the engine has some biases on rank 0 alone."""
+        return int(self._world.leads or name not in self.sums.led)
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; collective."""
+        return self._world.is_any(flag)
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Nothing changes: no rank can run the model by itself."""
+        return nullcontext()
+
+    whole = as_written = unsharded
+
+    def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], Tensors]:
+        """Nothing to send: a rank forms the sums of its own parts."""
+        return lambda: dict(sums)
+
+    def reshard(self) -> None:
+        """Nothing to let go of."""
+
+    def detach(self) -> None:
+        """Nothing is attached."""
+
+
+class TensorParallelSums:
+    """The exchange of ranks of which each has its parts of the sums of all records.
+
+    A rank makes some rows of every parameter private. A layer split by outputs lies like that
+    already, and what is not split is the same on every rank. A layer split by inputs is laid in
+    its whole shape, with zeros for the rest, and reduce-scattered; so is its bias, whose sum rank 0
+    has alone. Afterwards both are gathered.
+    """
+
+    def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
+        self._world = world
+        self._axes = {name: _axis(p) for name, p in parameters.items()}
+        self._added = {name for name, p in parameters.items() if is_sharded(p)}
+        self.spread_out = {name for name in self._added if self._axes[name] is not None}
+        # Biases of layers split by inputs.
+        self.led = self._added - self.spread_out
+        self._shapes = {name: p.shape for name, p in parameters.items()}
+        numbering, self._starts = Numbering(parameters), dict[str, Place]()
+        for name in parameters:
+            self._starts[name] = numbering.place(name, self._rows(name).start * self._width(name))
+
+    def places(self) -> Mapping[str, Place]:
+        """This rank's rows of every parameter."""
+        return self._starts
+
+    def reduce(self, sums: Tensors) -> Tensors:
+        """This rank's rows of all sums.
+
+        Raises:
+            RefereeError: the rows are not as long as the parts.
+        """
+        shares = {name: self._to_rows(name, own) for name, own in sums.items()}
+        squares = [
+            sum(float(t.double().square().sum()) for n, t in found.items() if self._counts(n, rows))
+            for rows, found in ((False, sums), (True, shares))
+        ]
+        before, after = self.total(torch.tensor(squares, dtype=torch.float64)).tolist()
+        if not abs(before - after) <= _ROOM * before:
+            raise RefereeError(
+                "rows of the sums are not as long as the parts they were made of; nothing was "
+                "released: the exchange between ranks is at fault"
+            )
+        return shares
+
+    def over_all(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Nothing is left to add up."""
+        return parts
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a few numbers over all ranks."""
+        return self._world.add_(values.clone())
+
+    def spread(self, shares: Tensors) -> Tensors:
+        """This rank's parts of private gradients, from the rows of all ranks."""
+        return {name: self._from_rows(name, rows) for name, rows in shares.items()}
+
+    def _counts(self, name: str, rows: bool) -> bool:
+        """Whether a rank's tensor is one of those that add up to the whole."""
+        return rows or name in self._added or self._world.leads
+
+    def _rows(self, name: str) -> slice:
+        count = self._shapes[name][0] if self._shapes[name] else 1
+        return slice(*RowSplit(rows=count, ranks=self._world.size).span(self._world.rank))
+
+    def _width(self, name: str) -> int:
+        return self._shapes[name][1:].numel()
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank has of a whole tensor split by inputs, or all of another."""
+        if self._axes[name] != 1:
+            return whole
+        return whole.chunk(self._world.size, dim=1)[self._world.rank]
+
+    def _to_rows(self, name: str, own: Tensor) -> Tensor:
+        if self._axes[name] == 0:
+            return own
+        if name not in self._added:
+            return own.reshape(-1, self._width(name))[self._rows(name)].clone()
+        whole = own.new_zeros(self._shapes[name])
+        self._part(name, whole).copy_(own)
+        (rows,) = RowPieces(self._world, [whole.shape]).scatter_sum([whole])()
+        return rows
+
+    def _from_rows(self, name: str, rows: Tensor) -> Tensor:
+        if self._axes[name] == 0:
+            return rows
+        shape = self._shapes[name]
+        pieces = RowPieces(self._world, [torch.Size((max(1, *shape[:1]), *shape[1:]))])
+        (whole,) = pieces.gather([rows], rows.dtype)
+        return self._part(name, whole.view(shape)).contiguous()
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _axis(parameter: Tensor) -> int | None:
+    """The axis that a parameter is split along, if it is."""
+    if not is_sharded(parameter):
+        return None
+    (placement,) = cast(Any, parameter).placements
+    return int(placement.dim) if placement.is_shard() else None
+
+
+def _refuse_unsupported(
+    world: World, model: nn.Module, modules: Sequence[nn.Module], mesh: Any
+) -> None:
+    """Refuse all but linear layers split into equal parts over all ranks.
+
+    Raises:
+        UnsupportedModuleError: naming the module.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in modules:
+        path, parameters = paths[id(module)], _own(module)
+        for own in {cast(Any, p).device_mesh for p in parameters if is_sharded(p)}:
+            if own.mesh.tolist() != [*range(world.size)] or mesh not in (None, own):
+                raise UnsupportedModuleError(
+                    path,
+                    expected=f"a mesh of one axis with all {world.size} ranks, as make_private's",
+                    got=f"{own}",
+                    remedy=_REMEDY,
+                )
+        axes = [_axis(p) for p in parameters]
+        fits = axes in ([0], [0, 0], [1], [1, None]) and all(map(is_sharded, parameters))
+        even = fits and parameters[0].shape[cast(int, axes[0])] % world.size == 0
+        if type(module) is not nn.Linear or not even:
+            layouts = [str(getattr(p, "placements", "whole")) for p in parameters]
+            raise UnsupportedModuleError(
+                path,
+                expected="a linear layer split evenly by its outputs or its inputs",
+                got=f"{type(module).__name__} of {layouts}",
+                remedy=_REMEDY,
+            )

@@ -1,0 +1,106 @@
+"""Layers that `parallelize_module` has split over ranks: the result is that of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed.launching import Launcher
+
+HERE = "distributed.split_layers"
+
+
+@pytest.mark.parametrize("name", ["mlp", "block"])
+def test_split_layers_change_nothing(launcher: Launcher, name: str) -> None:
+    """Empty, uneven and full batches, clips and noise: float64, to 1e-9."""
+    (alone,) = launcher.run(HERE, "trained", ranks=1, name=name, splits=False, shuffle="off")
+    found = launcher.run(HERE, "trained", name=name, splits=True, check_rate=1.0)
+    for one in found:
+        assert one["shuffle"] == "off"
+        assert one["weights"].keys() == alone["weights"].keys()
+        for key, tensor in alone["weights"].items():
+            assert torch.allclose(one["weights"][key], tensor, rtol=1e-9, atol=1e-9), key
+            assert torch.equal(one["weights"][key], found[0]["weights"][key])
+        assert torch.allclose(one["norms"], alone["norms"], rtol=1e-9)
+        assert torch.equal(one["norms"], found[0]["norms"])
+        assert (one["claim"], one["spent"]) == (alone["claim"], alone["spent"])
+        for mine, theirs in zip(one["metrics"], alone["metrics"], strict=True):
+            assert mine["batch_size"] == theirs["batch_size"]
+            assert (mine["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-9)
+        assert one["sums"] >= 3
+        assert one["checked"] > 0
+        assert not any("(make_private was given no loss=)" in each for each in one["assumed"])
+        assert one["held"] < alone["held"]
+
+
+def test_every_rank_draws_the_noise_of_its_part(launcher: Launcher) -> None:
+    """Bit for bit what one process draws, of layers split either way and of all others."""
+    (alone,) = launcher.run(HERE, "noise_alone", ranks=1, splits=False)
+    for ranks in (2, 4):
+        for one in launcher.run(HERE, "noise_alone", ranks=ranks, splits=True):
+            assert one.keys() == alone.keys()
+            assert all(torch.equal(one[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_dropout_and_secure_noise(launcher: Launcher, seed: int | None) -> None:
+    """What is whole stays the same on all ranks, and the checks can follow."""
+    options = {"name": "block with dropout", "splits": True, "seed": seed, "check_rate": 1.0}
+    one, two = launcher.run(HERE, "trained", **options)
+    assert one["sums"] >= 3
+    assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in one["weights"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("sums", "the sum of clipped gradients is"),
+        ("norms", "where plain autograd has"),
+        ("exchange", "rows of the sums are not as long as the parts"),
+        ("weights", "compute the same on every rank"),
+        ("losses", "have other losses for the same records"),
+        ("records", "has another set of records than rank"),
+    ],
+)
+def test_a_fault_is_noticed_before_anything_is_released(
+    launcher: Launcher, fault: str, words: str
+) -> None:
+    found = launcher.run(HERE, "faulty", name="block", fault=fault)
+    assert any(words in one["said"] for one in found), found
+    assert all(one["said"] and one["spent"] == 0 for one in found)
+
+
+def test_a_healthy_run_is_not_refused(launcher: Launcher) -> None:
+    for one in launcher.run(HERE, "faulty", name="block", fault=""):
+        assert one == {"said": "", "spent": 2}
+
+
+def test_a_sample_without_a_finite_gradient_counts_as_nothing(launcher: Launcher) -> None:
+    for one in launcher.run(HERE, "one_bad_sample"):
+        assert one == {"found": [1], "finite": True}
+
+
+def test_other_ways_to_split_are_refused_by_name(launcher: Launcher) -> None:
+    one, two = launcher.run(HERE, "refusals")
+    assert one == two
+    for axis, name in {"pp": "pipeline", "cp": "context", "ep": "expert"}.items():
+        assert f"got an axis '{axis}', as of {name} parallelism" in one.pop(axis)
+    named = {
+        "declared": "got an axis 'pp', as of pipeline parallelism",
+        "another mesh": "expected a mesh of one axis with all 2 ranks",
+        "with fully_shard": "got an axis 'tp', as of tensor parallelism",
+        "table": "0: expected a linear layer split evenly by its outputs or its inputs, got Emb",
+        "sequence": "0: expected a linear layer split evenly by its outputs or its inputs, got Lay",
+        "uneven": "0: expected a linear layer split evenly by its outputs or its inputs, got Lin",
+        "shuffle": "shuffle: expected 'off' where layers are split over ranks",
+        "paper": "shuffle: expected 'off' where layers are split over ranks",
+        "batch clip": "batch_clip_norm: expected None where layers are split over ranks",
+        "per layer": "clip: expected one factor for a sample where layers are split over ranks",
+        "opacus": "method: expected one of ours for a sharded model",
+        "alone": "expected a run whose ranks can run the model by themselves",
+        "between": "expected layers that are not split to compute the same on every rank",
+        "by hand": "0: expected an input laid out as R by parallelize_module",
+    }
+    assert one.keys() == named.keys()
+    for name, words in named.items():
+        assert words in one[name], (name, one[name])

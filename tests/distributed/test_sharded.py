@@ -229,7 +229,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "inside": "expected fully_shard on this module as a whole, or above it",
         "find": "physical_batch: expected 'as-planned' for a sharded model",
         "frame": "noise_frame: expected 'shuffled' with several ranks",
-        "trainer": "model: expected a model that every rank has the whole of",
+        "trainer": "model: expected a model that every rank holds whole",
         "size": "rank 1 has another physical batch size than rank 0",
     }
     assert set(one) == set(named)

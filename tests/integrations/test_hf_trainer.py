@@ -483,8 +483,8 @@ def test_a_run_stopped_early_is_shuffled_at_its_release(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"distributed_type": "FSDP"}, "FSDP, as accelerate was told"),
-        ({"distributed_type": "DEEPSPEED"}, "DEEPSPEED, as accelerate was told"),
+        ({"distributed_type": "FSDP"}, "FSDP, from accelerate's configuration"),
+        ({"distributed_type": "DEEPSPEED"}, "DEEPSPEED, from accelerate's configuration"),
         ({"mixed_precision": "fp16"}, "mixed_precision: expected no or bf16"),
         ({"parallelism_config": "tensors"}, "parallelism_config: expected nothing"),
     ],
@@ -576,7 +576,7 @@ def test_an_override_that_is_never_called_is_refused(tmp_path: Path, name: str, 
 def test_a_router_loss_that_is_left_out_is_said(tmp_path: Path) -> None:
     model = tiny_bert()
     model.config.output_router_logits = True
-    with pytest.warns(UserWarning, match="auxiliary loss is not trained"):
+    with pytest.warns(UserWarning, match="auxiliary loss is left out"):
         build(tmp_path, model=model)
 
 

@@ -88,6 +88,17 @@ def test_what_the_table_refuses_is_refused_by_name(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_zero_that_was_typed_is_no_default(tmp_path: Path) -> None:
+    args = made(transformers.TrainingArguments, tmp_path)
+    args.data_seed = 0
+    with pytest.raises(InvalidArgumentError, match="data_seed: expected None, got 0"):
+        settled(args)
+    args = made(trl.SFTConfig, tmp_path)
+    args.router_aux_loss_coef = 0.0
+    settled(args)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_the_table_leaves_alone_stays_as_it_was_given(tmp_path: Path) -> None:
     for kind in KINDS:
         args, given = made(kind, tmp_path), {}

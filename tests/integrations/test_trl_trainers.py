@@ -278,7 +278,7 @@ def test_losses_that_sort_pairs_are_refused(tmp_path: Path, kind: str) -> None:
     ],
 )
 def test_what_pairs_have_no_use_for_is_refused(tmp_path: Path, options: Any, name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{name}: expected nothing of the kind"):
+    with pytest.raises(InvalidArgumentError, match=f"{name}: expected no such option"):
         dpo(tmp_path, **options)
 
 

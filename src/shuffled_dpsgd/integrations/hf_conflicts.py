@@ -6,7 +6,6 @@ methods that would never be called, decisions by scores on trained rows, and mod
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import nn
 from transformers import EarlyStoppingCallback
 
 from shuffled_dpsgd.errors import require
+from shuffled_dpsgd.runtime.notices import warn_caller
 from shuffled_dpsgd.runtime.shards import is_wrapped
 from shuffled_dpsgd.training.rows import shared_rows
 
-# What accelerate calls processes that have the whole model each.
+# accelerate's names for processes that each hold the whole model.
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -36,24 +36,24 @@ def check_accelerator(accelerator: Any) -> None:
     require(
         kind in _SERVED,
         "distributed_type",
-        "processes that have the whole model each (MULTI_GPU or MULTI_CPU)",
-        f"{kind}, as accelerate was told",
-        "start it with torchrun, or accelerate launch --multi_gpu and no other plugin",
+        "processes that each hold the whole model (MULTI_GPU or MULTI_CPU)",
+        f"{kind}, from accelerate's configuration",
+        "start it with torchrun, or with accelerate launch --multi_gpu and no other plugin",
     )
     require(
         precision in ("no", "bf16"),
         "mixed_precision",
         "no or bf16",
-        f"{precision}, as accelerate was told",
-        "a gradient scaler would rescale what is clipped: launch with --mixed_precision bf16",
+        f"{precision}, from accelerate's configuration",
+        "a scaler would rescale gradients before the clip: launch with --mixed_precision bf16",
     )
     plan = getattr(accelerator, "parallelism_config", None)
-    remedy = "processes divide the batch and nothing else: launch without it"
+    remedy = "processes may divide the batch, but not the model: launch without it"
     require(plan is None, "parallelism_config", "nothing", plan, remedy)
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of `Trainer(...)` that replace the per-sample loss or the model; streams."""
+    """Refuse streamed data, and options of `Trainer(...)` that replace the loss or the model."""
     if options.get("train_dataset") is not None:
         size_of_data(options["train_dataset"])
     require(
@@ -63,7 +63,7 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         "a function of the whole batch",
         "a loss averaged over the batch cannot be clipped per sample",
     )
-    remedy = "a model drawn anew for each trial spends privacy anew; pass one model"
+    remedy = "every trial would spend privacy of its own: pass one model as model="
     require(options.get("model_init") is None, "model_init", "model=", "a function", remedy)
 
 
@@ -71,7 +71,7 @@ def size_of_data(data: Any) -> int:
     """The number of records.
 
     Raises:
-        InvalidArgumentError: nobody knows, because they come as a stream.
+        InvalidArgumentError: the data are a stream, whose length is unknown.
     """
     require(
         hasattr(data, "__len__"),
@@ -84,7 +84,7 @@ def size_of_data(data: Any) -> int:
     return len(data)
 
 
-# Methods of the Trainer that a private run does not call, with what takes their place.
+# Methods of the Trainer that a private run never calls, and what to do instead.
 _NOT_CALLED = {
     "compute_loss": "pass per_sample_loss=function(outputs, labels), or override "
     "per_sample_losses(model, inputs): one loss per sample, which can be clipped",
@@ -100,9 +100,9 @@ _IN_FRONT = (
 
 
 def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
-    """Refuse methods of a class that would never be called; `own` is our Trainer.
+    """Refuse overridden methods that would never be called; `own` is our Trainer.
 
-    The losses of trainers in the modules `replaced` are computed record by record by `trainer`.
+    Modules in `replaced` may override them: `trainer` computes their losses record by record.
     """
     classes = type(trainer).__mro__
     behind = dict.fromkeys(_IN_FRONT, f"put the class in front of {own.__name__}")
@@ -111,8 +111,8 @@ def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
             continue
         never = _NOT_CALLED | (behind if place > classes.index(own) else {})
         for name, remedy in never.items():
-            called, got = "a method that private training calls", "an override that it never does"
-            require(name not in vars(owner), f"{owner.__name__}.{name}", called, got, remedy)
+            wanted, got = "no override of a method that is never called", "an override"
+            require(name not in vars(owner), f"{owner.__name__}.{name}", wanted, got, remedy)
 
 
 def check_deciders(
@@ -132,26 +132,24 @@ def check_deciders(
         require(
             not count,
             "eval_dataset",
-            f"no row of the training data where {by[0]} decides by a score",
+            f"no row of the training data, because {by[0]} decides by a score",
             f"{count} shared row{'s' if count > 1 else ''}{name and f' in {name}'}",
-            f"evaluate on other records, or do without {by[0]}",
+            f"evaluate on other records, or leave {by[0]} out",
         )
 
 
 def check_model(model: Any) -> None:
-    """Refuse what the Trainer would save wrongly: a sharded model."""
+    """Refuse a sharded model, which the Trainer would not save whole."""
     require(
         not (isinstance(model, nn.Module) and is_wrapped(model)),
         "model",
-        "a model that every rank has the whole of",
-        "one under fully_shard, whose shards the Trainer does not save",
-        "leave fully_shard out, or train it with make_private and a loop of your own",
+        "a model that every rank holds whole",
+        "one under fully_shard, which the Trainer does not gather before it saves",
+        "leave fully_shard out, or use make_private and a loop of your own",
     )
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
-        warnings.warn(
-            "the router's auxiliary loss is not trained: it is a mean over the tokens of a batch, "
-            "which has no share per sample; experts may end up unevenly used",
-            UserWarning,
-            stacklevel=3,
+        warn_caller(
+            "the router's auxiliary loss is left out: it is a mean over the tokens of a batch, and "
+            "cannot be split by sample; experts may be used unevenly"
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -61,6 +60,7 @@ from shuffled_dpsgd.integrations.trainer_parts import (
 )
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
+from shuffled_dpsgd.runtime.notices import warn_caller
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
@@ -114,8 +114,6 @@ class DPTrainer(Trainer):
         self._check_model(model)
         self._data_name = data_name
         self._loaded_by_workers: BatchStream | None = None
-        self._spending: SpendingCurve | None = None
-        self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
         super().__init__(model=model, args=args, **options)
         if self.model is not model:
@@ -214,7 +212,7 @@ class DPTrainer(Trainer):
         return torch.tensor(private.last_metrics.loss or 0.0, device=self.args.device)
 
     def _batches_of_one_step(self, private: PrivateTraining) -> Iterator[Any]:
-        data, collate = self._training_data()
+        data, collate = self._training_data
         options: dict[str, Any] = {"collate": collate, "pad_batches": private.pads_by_default}
         number = self.args.dataloader_num_workers
         if number == 0:
@@ -227,7 +225,13 @@ class DPTrainer(Trainer):
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """One loss per sample; the labels never reach the model, whose own loss is a mean."""
         inputs = dict(inputs)
-        require("labels" in inputs, "labels", "a `labels` entry in every batch", sorted(inputs))
+        require(
+            "labels" in inputs,
+            "labels",
+            "a `labels` entry in every batch",
+            sorted(inputs),
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) adds it for a language model",
+        )
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         if self._per_sample_loss is not None:
@@ -242,7 +246,6 @@ class DPTrainer(Trainer):
         """Add what was spent, with its kind in the name, and drop the norm of a noised gradient."""
         private = self.private
         if "loss" in logs and private is not None and private.last_metrics is not None:
-            self._spending = self._spending or SpendingCurve(private.plan)
             logs = {key: value for key, value in logs.items() if key != "grad_norm"}
             logs |= spending_of_step(private, self._spending)
         super().log(logs, start_time)
@@ -331,9 +334,8 @@ class DPTrainer(Trainer):
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
-        units = self._units()
         given = options_in(self.privacy) | {
-            "dataset_size": size_of_data(self.train_dataset) if units is None else len(units),
+            "dataset_size": self._num_drawn_from(),
             "expected_batch_size": self._expected_batch_size,
             "num_steps": steps,
             "seed": self.privacy.noise_seed,
@@ -341,19 +343,24 @@ class DPTrainer(Trainer):
             "ledger_path": ledger,
         }
         private = assemble(self.model, optimizer, PrivacyOptions(**given))
-        # The column that tells may be one that the model does not take.
-        private.units = units
+        # The model may not take the column that names them.
+        private.units = self._units
         warning = large_delta(private.plan)
         if warning is not None:
-            warnings.warn(warning, UserWarning, stacklevel=2)
+            warn_caller(warning)
         private.use_loss(self._losses_of_batch, is_trained_on=True)
         return private
 
+    @functools.cached_property
     def _units(self) -> Units | None:
         """Whose the records are, by the column that `privacy` names."""
         if self.privacy.records_per_unit is None:
             return None
         return units_of(self.train_dataset, self.privacy.unit)
+
+    def _num_drawn_from(self) -> int:
+        """How many records, or units of several, a batch is drawn from."""
+        return size_of_data(self.train_dataset) if self._units is None else len(self._units)
 
     def _losses_of_batch(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The losses as `training_step` computes them.
@@ -381,22 +388,23 @@ class DPTrainer(Trainer):
         return self._remove_unused_columns(data, description="training")
 
     def _steps_per_epoch(self) -> int:
-        units = self._units()
-        size = size_of_data(self.train_dataset) if units is None else len(units)
-        return math.ceil(size / self._expected_batch_size)
+        return math.ceil(self._num_drawn_from() / self._expected_batch_size)
 
+    @functools.cached_property
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Data and collator with the columns the model does not take removed; made once."""
-        if self._data is None:
-            data, collate = self._taken_by_model(self.train_dataset), self._collator()
-            if not hasattr(data, "column_names"):
-                collate = self._get_collator_with_removed_columns(collate, "training")
-            if self._per_sample_loss is None and head_of(self.model) == "classification":
-                config: Any = unwrapped(self.model).config
-                if config.num_labels > 1:  # one logit is a regression
-                    check_labels(_labels_of(self.train_dataset), config.num_labels)
-            self._data = data, with_lengths(collate, self.processing_class)
-        return self._data
+        """Data and collator, without the columns that the model does not take."""
+        data, collate = self._taken_by_model(self.train_dataset), self._collator()
+        if not hasattr(data, "column_names"):
+            collate = self._get_collator_with_removed_columns(collate, "training")
+        if self._per_sample_loss is None and head_of(self.model) == "classification":
+            config: Any = unwrapped(self.model).config
+            if config.num_labels > 1:  # one logit is a regression
+                check_labels(_labels_of(self.train_dataset), config.num_labels)
+        return data, with_lengths(collate, self.processing_class)
+
+    @functools.cached_property
+    def _spending(self) -> SpendingCurve:
+        return SpendingCurve(self._started().plan)
 
     def _calling_model(self) -> AbstractContextManager[None]:
         """Entered wherever the private run calls the model."""

@@ -17,20 +17,21 @@ from typing import Any, Literal
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.runtime.notices import say_once
 
 # Two names for one setting: transformers 5.23 has both, earlier releases the second.
 _CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _NOT_CHECKPOINTED = {
     "use_reentrant": "reentrant checkpointing runs backward inside backward",
-    "selective": "it has not been tried with per-sample gradients: leave it out",
+    "selective": "it has not been tested with per-sample gradients: leave it out",
 }
+_UNKNOWN = "this release does not know what the field does to a record: leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRule:
-    """What is made of a field; see the head of the table."""
+    """One line of the table, whose head explains the words."""
 
     word: Literal["used", "inert", "set", "refused"]
     value: Any = None
@@ -47,49 +48,39 @@ def decisions() -> Mapping[str, FieldRule]:
 
 
 def settled(args: Any) -> Any:
-    """A copy of the Trainer's arguments in which what must differ is set.
+    """A copy of the Trainer's arguments with the fields set that private training needs otherwise.
 
     Raises:
-        InvalidArgumentError: for the first field with a value that training cannot honour.
+        InvalidArgumentError: for the first field that training cannot honour as it was given.
     """
     args, changed = copy.copy(args), []
     for item in fields(args):
-        decision, got = decisions().get(item.name), getattr(args, item.name)
-        if decision is None:
-            _refuse_unknown(args, item, got)
-        elif decision.word == "refused" and _was_asked_for(item, got):
-            raise _refusal(item.name, repr(_default(item)), got, decision.remedy)
-        elif decision.only:
-            several = got if isinstance(got, list | tuple) else [got]
-            odd = [each for each in several if each not in decision.only]
-            if odd:
-                raise _refusal(item.name, f"one of {decision.only}", odd[0], decision.remedy)
-        elif decision.word == "set" and got != decision.value:
-            if _was_asked_for(item, got):
-                raise _refusal(item.name, repr(decision.value), got, decision.remedy)
-            setattr(args, item.name, decision.value)
-            changed.append(f"{item.name} is set to {decision.value} ({decision.remedy})")
+        name, got, default = item.name, getattr(args, item.name), repr(_default(item))
+        rule, asked = decisions().get(name), _was_asked_for(item, got)
+        if rule is None:
+            require(not (asked and _is_of_a_library(args, name)), name, default, got, _UNKNOWN)
+        elif rule.word == "refused":
+            require(not asked, name, default, got, rule.remedy)
+        elif rule.only:
+            for each in got if isinstance(got, list | tuple) else [got]:
+                require(each in rule.only, name, f"one of {rule.only}", each, rule.remedy)
+        elif rule.word == "set" and got != rule.value:
+            require(not asked, name, repr(rule.value), got, rule.remedy)
+            setattr(args, name, rule.value)
+            changed.append(f"{name} is set to {rule.value} ({rule.remedy})")
     if changed:
         say_once("; ".join(changed))
-    _check_checkpointing(args)
-    return args
-
-
-def _refuse_unknown(args: Any, item: Any, got: Any) -> None:
-    """Fields that a user's own class adds are the user's; those of a newer release are unknown."""
-    owners = [kind for kind in type(args).__mro__ if item.name in inspect.get_annotations(kind)]
-    theirs = owners and owners[-1].__module__.startswith(("transformers.", "trl."))
-    if theirs and _was_asked_for(item, got):
-        remedy = "this release does not know what it does to a record: leave it out"
-        raise _refusal(item.name, repr(_default(item)), got, remedy)
-
-
-def _check_checkpointing(args: Any) -> None:
     for name in _CHECKPOINTING:
         given = getattr(args, name, None) or {}
         for key, remedy in _NOT_CHECKPOINTED.items():
-            if given.get(key):
-                raise _refusal(name, f"{key}=False", given, remedy)
+            require(not given.get(key), name, f"{key}=False", given, remedy)
+    return args
+
+
+def _is_of_a_library(args: Any, name: str) -> bool:
+    """Whether transformers or TRL brought a field, and not a class of the user's own."""
+    owners = [kind for kind in type(args).__mro__ if name in inspect.get_annotations(kind)]
+    return bool(owners) and owners[-1].__module__.startswith(("transformers.", "trl."))
 
 
 def _default(item: Any) -> Any:
@@ -99,10 +90,6 @@ def _default(item: Any) -> Any:
 
 
 def _was_asked_for(item: Any, got: Any) -> bool:
-    """Whether a field has another value than its default; None, False and empty count as one."""
+    """Whether a field was changed; None, False, 0.0 and empty count as one value, a 0 does not."""
     default = _default(item)
-    return got != default and bool(got or default)
-
-
-def _refusal(name: str, expected: str, got: Any, remedy: str) -> InvalidArgumentError:
-    return InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
+    return got != default and bool(got or default or type(got) is int)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import require
 from shuffled_dpsgd.integrations.hf_trainer import DPTrainer
 from shuffled_dpsgd.integrations.pair_losses import (
     Answers,
@@ -35,8 +35,8 @@ _STACKED = ("input_ids", "attention_mask", "completion_mask")
 class DPSFTTrainer(DPTrainer, SFTTrainer):
     """TRL's `SFTTrainer` with private steps. A record is a row of `train_dataset`.
 
-    A record's loss is the mean over its own tokens that have labels. With packing, a row is a
-    sequence that texts of several people may share; `unit` of `privacy` must say so.
+    A record's loss is the mean over its own labelled tokens. With packing, several people's texts
+    may share a row, so `unit` of `privacy` must say that a packed sequence is what is protected.
     """
 
     replaces = ("trl.trainer.sft_trainer",)
@@ -45,18 +45,18 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         self, model: Any = None, args: Any = None, *, privacy: Any, **options: Any
     ) -> None:
         packs = getattr(args, "packing", False)
-        if packs and privacy.unit != PACKED:
-            raise InvalidArgumentError(
-                "packing",
-                expected="False: one row for each record",
-                got=True,
-                remedy="records that share a row are protected as one, and one that is cut in two "
-                "is protected half; if a packed sequence is what you want to protect, say "
-                f"unit={PACKED!r} in PrivacyArguments",
-            )
+        require(
+            not packs or privacy.unit == PACKED,
+            "packing",
+            "False, so that a row is one record",
+            True,
+            "ε is about rows: a packed row joins several records, and a record cut in two is in "
+            "two rows; if a packed sequence is what you want to protect, say "
+            f"unit={PACKED!r} in PrivacyArguments",
+        )
         super().__init__(model=model, args=args, privacy=privacy, **options)
         if packs:
-            # It would join the rows of a batch. Rows stay apart, and their texts know their places.
+            # TRL would join the rows of a batch. Here rows stay apart; positions separate texts.
             self.data_collator.padding_free = self.padding_free = False
             self.data_collator.return_position_ids = True
         keep_adapters_precise(self.model)
@@ -71,7 +71,7 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         if self.args.packing:
-            # Without a mask, places that begin again tell the model where a text does.
+            # Without a mask, the model starts a new text wherever positions start again at 0.
             del inputs["attention_mask"]
             labels = labels.masked_fill(inputs["position_ids"] == 0, IGNORED_LABEL)
         logits = model(**inputs, use_cache=False).logits
@@ -95,18 +95,16 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
     ) -> None:
         super().__init__(model=model, args=args, privacy=privacy, **options)
         refused = {
-            "torch_compile": (self.args.torch_compile, "it has not been tried"),
-            "images": (self._is_vision_dataset, "they have not been tried"),
+            "torch_compile": (self.args.torch_compile, "it has not been tested with them"),
+            "images": (self._is_vision_dataset, "they have not been tested: use texts"),
             "per_sample_loss": (self._per_sample_loss, "loss_type of DPOConfig chooses the loss"),
             "label_smoothing_factor": (
                 self.args.label_smoothing_factor,
-                "DPO has no use for it; label_smoothing of DPOConfig is for preferences",
+                "DPO does not use it: its smoothing is label_smoothing of DPOConfig",
             ),
         }
         for name, (got, remedy) in refused.items():
-            if got:
-                expected = "nothing of the kind for preference pairs"
-                raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
+            require(not got, name, "no such option for preference pairs", got, remedy)
         keep_adapters_precise(self.model)
 
     def _usual_args(self, model: Any) -> DPOConfig:

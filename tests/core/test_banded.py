@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,39 @@ def test_with_the_shuffle_noise_cancels_as_without() -> None:
         left.append(torch.cat([p.detach().flatten() for p in model.parameters()]).sort().values)
     assert torch.allclose(*left, rtol=1e-9)
     assert not torch.equal(models[0][0].weight, models[1][0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:losses are multiplied")
+@pytest.mark.parametrize("seed", [3, None])
+def test_the_steps_of_a_run_combine_the_draws_of_their_block(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients weights move by noise alone: by the rows times the draws of these keys."""
+    drawn: dict[int, bytes] = {}
+    plain = RandomStreams.key
+
+    def key(streams: RandomStreams, purpose: Any, *place: int, **more: Any) -> bytes:
+        found = plain(streams, purpose, *place, **more)
+        return drawn.setdefault(place[0], found) if purpose == "noise" else found
+
+    case, seen = mlp_case(torch.float64), list[np.ndarray]()
+    model = case.make()
+    private = banded_run(case, model, seed=seed)
+    monkeypatch.setattr(RandomStreams, "key", key)
+    for batch in private.batches(case.data):
+        seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
+        private.backward(0.0 * case.loss(model, batch))
+        private.step()
+    assert sorted(drawn) == list(range(7))
+    size = seen[0].size
+    normals = [[normal(drawn[t], Place(0, j), wide=True) for j in range(size)] for t in range(7)]
+    rows, scale = private.plan.noise_rows, 0.5 * 0.4 * sensitivity(private.plan.noise_rows)
+    for step, (before, after) in enumerate(pairwise(seen)):
+        first, row = step - step % 3, rows[step % 3]
+        noise = sum(
+            row[place - first] * np.array(normals[place]) for place in range(first, step + 1)
+        )
+        assert np.abs((before - after) * 4 / 0.3 - scale * noise).max() < 1e-12
 
 
 def test_a_seeded_run_resumes_bit_for_bit_within_a_block(tmp_path: Path) -> None:

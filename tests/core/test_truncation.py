@@ -186,6 +186,23 @@ def test_without_a_seed_a_cut_has_a_key_of_its_own() -> None:
     assert max(abs(count - expected) for count in counts.values()) < 5.5 * math.sqrt(expected)
 
 
+@pytest.mark.parametrize("seed", [3, None])
+def test_who_is_kept_has_nothing_to_do_with_who_else_was_drawn(seed: int | None) -> None:
+    """Nor with how far from the one before it lies, which the numbers of the draw decide."""
+    streams = RandomStreams(seed=seed)
+    known: dict[str, Any] = {"dataset_size": 400, "sampling_prob": 0.05, "streams": streams}
+    cut, free = PoissonSampler(**known, largest_batch=20), PoissonSampler(**known)
+    gaps: dict[bool, list[int]] = {True: [], False: []}
+    for step in range(1500):
+        kept, whole = set(cut.indices(step).tolist()), free.indices(step).tolist()
+        for before, record in itertools.pairwise(whole) if len(whole) > 20 else ():
+            gaps[record in kept].append(record - before)
+    apart = np.mean(gaps[True]) - np.mean(gaps[False])
+    error = math.sqrt(sum(np.var(each) / len(each) for each in gaps.values()))
+    assert min(map(len, gaps.values())) > 500
+    assert abs(apart) < 5.0 * error
+
+
 def log_ratios(present: bool, *, q: float, most: int, noise: float, trials: int) -> np.ndarray:
     """How much likelier one step's sum is with the last record than without it.
 

@@ -24,6 +24,8 @@ from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (
     ULPS,
     UNIT,
+    Frame,
+    Lattice,
     Mixture,
     _power,
     compose,
@@ -282,6 +284,32 @@ def test_powers_err_by_less_than_stated(steps: int, real: type) -> None:
             exact = mpmath.binomial(steps, k) * p**k * mpmath.mpf(float(law[0])) ** (steps - k)
             assert abs(exact - mpmath.mpf(float(found[k]))) <= bound + UNIT * float(exact)
     assert bound < 1e3 * steps * ULPS * UNIT
+
+
+@pytest.mark.parametrize(
+    ("bottom", "top", "exponents"),
+    [(0, 300, (5, 5)), (0, 170, (5, 0.27)), (0, 140, (5, 0.27)), (140, 171, (0.13, 0.27))],
+)
+def test_the_bounds_hold_where_floats_and_the_window_decide(
+    bottom: float, top: float, exponents: tuple[float, float]
+) -> None:
+    """300 fair coins of loss one, hardly tilted: small δ drown in the transform's error.
+
+    The other windows leave sums out, which come in again at the other end.
+    """
+    coins, (below, above) = 300, exponents
+    lattice = Lattice(spacing=1.0, first=0, masses=np.full(2, 0.5), count=coins)
+    frame = Frame(ranges=[], tilt=1e-3, centre=150.0, deviation=8.7, bottom=bottom, top=top,
+                  bottom_exponent=below, top_exponent=above)  # fmt: skip
+    curve = compose([lattice], frame)
+    assert curve.epsilons.size <= 1.1 * (top - bottom)
+    with mpmath.workdps(60):
+        weights = [mpmath.binomial(coins, k) * mpmath.mpf(2) ** -coins for k in range(coins + 1)]
+        for at, epsilon in enumerate(map(int, curve.epsilons)):
+            later = range(epsilon + 1, coins + 1)
+            exact = mpmath.fsum(weights[k] * -mpmath.expm1(epsilon - k) for k in later)
+            assert curve.lower[at] <= exact <= curve.upper[at]
+    assert (curve.lower > 0.0).any() == (top > 150.0)
 
 
 def test_a_unit_of_one_record_replaced_is_the_exact_gaussian() -> None:

@@ -1,4 +1,4 @@
-"""Answers to keywords of other libraries: what the same thing is called here."""
+"""Hints for keywords of other libraries: what the same option is called here."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _REQUIRED = ("delta", "clip_norm", "check_rate")
 
 
 def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Every option that is a choice has one of the values listed for it."""
+    """Check that every option with choices has one of them."""
     for name, allowed in choices.items():
         value = getattr(options, name)
         open_too = value is None and (name in OPEN or name == "method")
@@ -43,7 +43,7 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
 
 
 def check_budget(budget: Budget) -> None:
-    """ε, δ, noise and clips are in range, and say the same thing once."""
+    """Check that ε, δ, noise and clips are in range and do not contradict each other."""
     for name, (least, most, expected) in _RANGES.items():
         value = getattr(budget, name)
         if value is None and name not in _REQUIRED:
@@ -89,7 +89,7 @@ def check_budget(budget: Budget) -> None:
 
 
 def _check_unit(budget: Budget) -> None:
-    """A unit has a name; where units are drawn, the name or a list says whose each record is."""
+    """Check that a unit has a name, and that drawn units come with a column or ids of records."""
     unit, drawn = budget.unit, budget.records_per_unit
     expected = "a name for what one row is, such as patient"
     if isinstance(unit, str):
@@ -109,7 +109,7 @@ def _check_unit(budget: Budget) -> None:
 
 
 def _check_banded(budget: Budget) -> None:
-    """Banded noise is certified, in no file of runs, and has blocks of two steps at least."""
+    """Check that banded noise is certified, without a budget file, in blocks of 2 steps or more."""
     bands = budget.bands
     if budget.noise != "banded":
         require(bands is None, "bands", "nothing without noise='banded'", bands)
@@ -126,7 +126,7 @@ def _check_banded(budget: Budget) -> None:
 
 
 def _check_paper(budget: Budget) -> None:
-    """The paper's formula has what it needs, and what only it uses is given with it alone."""
+    """Check that the paper's formula has its inputs, and that no other accounting is given them."""
     by_paper = budget.accounting == "paper"
     require(
         not by_paper or budget.batch_clip_norm is not None,
@@ -148,7 +148,7 @@ def _check_paper(budget: Budget) -> None:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Sizes are positive, and the length is given once."""
+    """Check that sizes are positive and the length is given exactly once."""
     _check_positive_integer("expected_batch_size", schedule.expected_batch_size)
     for name in ("epochs", "num_steps", "physical_batch_size", "largest_batch"):
         if getattr(schedule, name) is not None:
@@ -159,7 +159,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def check_together(options: PrivacyOptions) -> None:
-    """What only all the options together can contradict."""
+    """Check for contradictions that take all the options to see."""
     _check_positive_integer("dataset_size", options.dataset_size)
     size, batch, most = options.dataset_size, options.expected_batch_size, options.largest_batch
     expected = f"at most dataset_size = {size}"

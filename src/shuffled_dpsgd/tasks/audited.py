@@ -1,9 +1,9 @@
 """Audits of tasks, and of the folder of a finished run.
 
 `audit_folder` repeats the run in memory with the same initial weights, records, noise, clip and
-number of steps, and with canaries among the records (a one-run audit). The canaries make the
-sampling probability slightly smaller, and ε grows with that probability. So a lower bound for the
-repeated run is one for the finished run. The released weights are not changed.
+number of steps, and with canaries among the records (a one-run audit). The canaries lower the
+sampling probability slightly, and with it ε. So a lower bound for the repeated run is also one for
+the finished run. The released weights are not changed.
 
 Publishing what the second run shows spends privacy of its own; the card says so.
 """

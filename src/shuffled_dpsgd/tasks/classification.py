@@ -59,8 +59,8 @@ def classification_task(
 def stated_classes(data: DataConfig) -> int:
     """The number of classes that the configuration states, or that is known of the data set.
 
-    It is published with the model. If it were counted in the records, it would reveal the only
-    record of a class.
+    The number is published with the model. Counting it in the private records could reveal that a
+    class has a single record.
     """
     known = len(_NAMES.get(data.format, ())) or None
     chosen = data.num_labels if data.num_labels is not None else len(data.label_names) or known

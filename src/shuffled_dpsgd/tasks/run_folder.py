@@ -112,7 +112,7 @@ def empty_directory(directory: Path, *, made: Path) -> None:
 
 
 def check_space(directory: Path, model: nn.Module) -> None:
-    """Refuse to start where the checkpoints and the model would not fit."""
+    """Refuse to start if the disk has no room for the checkpoints and the model."""
     weights = sum(p.nbytes for p in model.parameters())
     moments = _ADAM_STATE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     needed = _CHECKPOINTS_AT_ONCE * (weights + moments) + weights

@@ -32,7 +32,7 @@ def pages(view: RunView, card: PrivacyCard) -> dict[str, str]:
         confidence=0.95,
     )
     full = card.about(model="a-rather-long-model-name" * 3, weights=LONG).with_audits(bound)
-    report = report_page(view, full, spec=None, facts=FACTS)
+    report = report_page(view, full, facts=FACTS)
     return {"report": report, "card": card_page(full)}
 
 

@@ -12,25 +12,10 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from shuffled_dpsgd.permutation import PermutationSpec
-from shuffled_dpsgd.permutation.spec import Group, Member
 from shuffled_dpsgd.reports import RunView, card_page, report_page, run_report, write_report
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard
 
 VOID = {"meta", "br", "link", "wbr"}
-SPEC = PermutationSpec(
-    scope="paper",
-    groups=(
-        Group(
-            name="mlp",
-            kind="mlp-hidden",
-            size=4,
-            members=(Member(parameter="w", axis=0),),
-        ),
-    ),
-    shapes={"w": (4, 2), "b": (3,)},
-    unmoved={"b": "class axis"},
-)
 
 
 class Balanced(HTMLParser):
@@ -64,7 +49,7 @@ def written(
     """A folder with everything, and what was said to be in it; its figures take a while."""
     folder = tmp_path_factory.mktemp("report")
     facts = {"privacy": {"epsilon": 3.0}}
-    return folder, write_report(folder, view, card.about(model="a <b>"), spec=SPEC, facts=facts)
+    return folder, write_report(folder, view, card.about(model="a <b>"), facts=facts)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +106,6 @@ def test_uncertified_runs_say_why(card: PrivacyCard) -> None:
     assert "proven" not in text.split("<body>")[1].split("target")[0]
 
 
-def test_permutation_is_summarised(page: str) -> None:
-    assert "8 of 11 parameters (72.7%)" in page
-    assert "class axis" in page
-    assert "credits this with nothing" in page
-
-
 def test_files_of_a_report(card: PrivacyCard, written: tuple[Path, list[Path]]) -> None:
     folder, paths = written
     assert all(path.stat().st_size > 0 for path in paths)
@@ -138,15 +117,14 @@ def test_files_of_a_report(card: PrivacyCard, written: tuple[Path, list[Path]]) 
     assert (folder / "privacy_card.txt").read_text() == f"{shown}\n"
 
 
-def test_a_run_without_a_shuffle_has_a_page(
+def test_a_page_has_the_figures_that_there_are(
     view: RunView, card: PrivacyCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = plt.figure(figsize=(1, 1))
     monkeypatch.setattr(run_report, "draw_all", lambda view: {"loss": figure})
-    text = report_page(view, card, spec=None, facts={})
+    text = report_page(view, card, facts={})
     check_page(text)
     assert text.count("<svg") == 1
-    assert "class axis" not in text
 
 
 def test_pages_suit_dark_screens_and_small_ones(page: str) -> None:
@@ -171,10 +149,8 @@ def test_steps_are_whole_numbers(view: RunView) -> None:
 def test_rows_that_were_trained_on_are_not_called_held_out(
     view: RunView, card: PrivacyCard
 ) -> None:
-    told = report_page(
-        replace(view, shared_rows=3), card, spec=SPEC, facts={}, figures={"score": ""}
-    )
+    told = report_page(replace(view, shared_rows=3), card, facts={}, figures={"score": ""})
     assert "On data the model was trained on as well" in told
     assert "3 of the held-out rows are training records" in told
-    apart = report_page(view, card, spec=SPEC, facts={}, figures={"score": ""})
+    apart = report_page(view, card, facts={}, figures={"score": ""})
     assert "On data the model was not trained on" in apart

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import PARTS, card_files, card_fragment, page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
-from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
+from shuffled_dpsgd.training.card import PrivacyCard
 
 CAPTIONS: Mapping[str, str] = {
     "loss": "Mean loss of each Poisson batch, and of the held-out data.",
@@ -40,11 +38,10 @@ def report_page(
     view: RunView,
     card: PrivacyCard,
     *,
-    spec: PermutationSpec | None,
     facts: Mapping[str, Any],
     figures: Mapping[str, str] | None = None,
 ) -> str:
-    """The page: results first, then the card, figures, permutation and configuration.
+    """The page: results first, then the card, figures, times and configuration.
 
     `figures` are SVGs by name, if the caller has drawn them already.
     """
@@ -66,7 +63,6 @@ def report_page(
         f'<br><div class="figures">{drawn}</div></section>'
         f"<section><h2>Time</h2>{table(_times(view))}</section>"
         f"<section><h2>Machine</h2>{table(flatten(view.environment))}</section>"
-        f"<section><h2>Permutation</h2>{_permutation(spec)}</section>"
         f"<section><h2>Settings</h2>{table(flatten(facts))}</section>"
         f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
     )
@@ -78,14 +74,13 @@ def write_report(
     view: RunView,
     card: PrivacyCard,
     *,
-    spec: PermutationSpec | None,
     facts: Mapping[str, Any],
 ) -> list[Path]:
     """Write `report.html`, `privacy_card.{txt,json,html}` and `figures/`; return the paths."""
     figures = draw_all(view)
     drawn = {name: to_svg(figure) for name, figure in figures.items()}
     texts = {
-        "report.html": report_page(view, card, spec=spec, facts=facts, figures=drawn),
+        "report.html": report_page(view, card, facts=facts, figures=drawn),
         **card_files(card),
     }
     written = []
@@ -127,28 +122,6 @@ def _times(view: RunView) -> list[tuple[str, str]]:
     parts = sorted(view.seconds_by_part.items(), key=lambda part: -part[1])
     whole = sum(view.seconds_by_part.values()) or 1.0
     return [(name, f"{seconds:.1f} s ({seconds / whole:.0%})") for name, seconds in parts]
-
-
-def _permutation(spec: PermutationSpec | None) -> str:
-    if spec is None:
-        return "<p>Off: no weights were permuted.</p>"
-    kinds = [
-        (
-            kind,
-            f"{counts['groups']:.0f} groups, {counts['moved_parameters']:,.0f} parameters, "
-            f"{power_of_ten(counts['log10_group_order'])} permutations",
-        )
-        for kind, counts in spec.count_by_kind().items()
-    ]
-    reasons = Counter(spec.unmoved.values()).items()
-    unmoved = [(f"{count} tensors not moved", reason) for reason, count in reasons]
-    return (
-        f"<p>{spec.moved_parameters:,} of {spec.total_parameters:,} parameters "
-        f"({spec.shuffle_ratio:.1%}) live in tensors that move, in "
-        f"{power_of_ten(spec.log10_group_order)} ways. "
-        "The certified ε credits this with nothing.</p>"
-        f"{table([*kinds, *unmoved])}"
-    )
 
 
 def flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -163,7 +163,7 @@ def write_results(
     more: dict[str, Any],
 ) -> dict[str, Any]:
     """Write the report and `summary.json`, with `more` in it; returns the summary."""
-    plan, spec, device = private.plan, private.spec, str(private.device)
+    plan, device = private.plan, str(private.device)
     chosen = describe_choices(config, private.model)
     subject = subject_of(config.model.given_name, config.data.given_name, directory / "model")
     card = private.card().about(**subject, **({"chosen by method": chosen} if chosen else {}))
@@ -181,7 +181,7 @@ def write_results(
         score_name=task.score_name,
         seconds_by_part=outcome.seconds,
     )
-    write_report(directory, view, card, spec=spec, facts=config.without_seed())
+    write_report(directory, view, card, facts=config.without_seed())
     last = next((record for record in reversed(records) if record.heldout_score is not None), None)
     summary = {
         "task": task.name,

@@ -37,10 +37,10 @@ _MOST_BYTES = 1 << 30
 _FEWEST, _MOST_PARTS, _DEPTH = 9, 64, 6
 # Besides the records of a part: a few; and many before the first release, for what happens to one
 # record of a hundred, as long as that takes little time.
-_BESIDES, _MANY, _SECONDS, _GROUPS = 32, 1024, 2.0, 8
+_BESIDES, _MANY, _SECONDS, _GROUPS = 32, 1024, 2.0, 12
 # A group keeps its places. What an item takes from another of its group shows in another grouping:
-# of three, all have two items together once in five hundred times.
-_GROUPINGS = 3
+# both have two items together with probability 0.7 %.
+_GROUPINGS = 2
 # Items whose place is looked for, and halves that are exchanged for it. Of two places that an item
 # is made of, all halves have one in common once in five hundred times.
 _FOLLOWED, _HALVES, _STATES = 6, 48, 16
@@ -112,11 +112,13 @@ class _Check:
         for again in range(_GROUPINGS if thorough else 1):
             draws.shuffle(tried)
             for start in range(0, len(tried), most):
+                if again and time.perf_counter() > until:
+                    break
                 group = tried[start : start + most]
                 neighbour = self._with_others_but([each.places[group] for each in self._lists])
                 for number in group:
                     item = _Item(number, draws.getrandbits(32))
-                    in_time = time.perf_counter() <= until or (number in first and not again)
+                    in_time = number in first or time.perf_counter() <= until
                     if not in_time or number in changed:
                         continue
                     if self._changes(item, neighbour, is_needed=number in records):

@@ -130,6 +130,26 @@ def test_what_cannot_be_proven_is_not_moved(kind: type[Block]) -> None:
     check(model, spec)
 
 
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.last: object = None
+        self.seen: list[object] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        self.seen.append(x)
+        return self.layer(x)
+
+
+def test_a_trace_leaves_no_symbols_in_a_module() -> None:
+    model = Remembers()
+    discover(model)
+    assert model.last is None
+    assert model.seen == []
+
+
 def test_a_failed_trace_is_noted_and_children_are_tried() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -291,9 +291,13 @@ def with_draws(model: nn.Module, batch: Any) -> Tensor:
         (plain, "engine.backward", "a loss went backward by itself"),
     ],
 )
-def test_what_cannot_be_compared_is_listed(trained: Any, way: str, why: str) -> None:
-    private = start(loss=plain, num_steps=1)
-    go(private, trained, WAYS[way])
+def test_what_cannot_be_compared_is_said_and_listed(
+    trained: Any, way: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shuffled_dpsgd.runtime.notices._said", set())
+    private = start(loss=plain, num_steps=2)
+    with pytest.warns(RuntimeWarning, match=f"could not be compared.*{why}"):
+        go(private, trained, WAYS[way])
     line = next(line for line in str(private.card()).splitlines() if NOT_COMPARED in line)
     assert why in line
 

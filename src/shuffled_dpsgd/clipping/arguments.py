@@ -39,8 +39,10 @@ def require_losses(
     if batch is None:
         raise InvalidArgumentError(
             "losses",
-            expected="losses of a forward made inside `with engine:`",
+            expected="losses of a forward that the engine has seen",
             got="no forward at all",
+            remedy="draw the batches of a private run from private.batches(data); with an engine "
+            "alone, run forward and backward inside `with engine:`",
         )
     if losses.shape != (batch.size,):
         raise InvalidArgumentError(

@@ -114,14 +114,19 @@ def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
 
 @contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    before = {m: m.training for m in module.modules()}
+    """In this mode; attributes, and lists that a forward appends symbols to, stay as they were."""
+    before = [(vars(m), dict(vars(m))) for m in module.modules()]
+    lists = [(v, v.copy()) for _, kept in before for v in kept.values() if type(v) is list]
     try:
-        for m in before:
-            m.training = training
+        for now, _ in before:
+            now["training"] = training
         yield
     finally:
-        for m, mode in before.items():
-            m.training = mode
+        for now, kept in before:
+            now.clear()
+            now.update(kept)
+        for remembered, entries in lists:
+            remembered[:] = entries
 
 
 def _add(sketch: Sketch, path: str, space: Space) -> None:

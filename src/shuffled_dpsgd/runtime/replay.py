@@ -496,6 +496,8 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
     """Put back gradients, buffers, attributes of modules and generators afterwards."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
+    # What a forward remembers, it may append to a list.
+    lists = [(v, v.copy()) for kept in attributes for v in kept.values() if type(v) is list]
     held = [
         (value, value.detach().clone())
         for kept in [*attributes, *(module._buffers for module in modules)]
@@ -516,6 +518,8 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
                 for key in now.keys() - before.keys():
                     del now[key]
                 now.update(before)
+        for remembered, entries in lists:
+            remembered[:] = entries
         with torch.no_grad():
             for value, copy in held:
                 if not torch.equal(value, copy):

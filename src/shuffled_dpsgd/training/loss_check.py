@@ -23,6 +23,7 @@ from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import ExchangeTest, Moved, tolerance_for
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import same_attention, without_fast_attention
+from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
 from shuffled_dpsgd.runtime.replay import Call, Observed, Witness, some_entries, without_a_trace
@@ -111,8 +112,12 @@ class LossExchange:
     def note_unseen(self) -> None:
         """A batch is over. Of one that was tried, a loss should have come to be compared."""
         if self._tried is not None:
-            self.why_not_compared.add("a loss went backward by itself")
+            self._skip_comparison("a loss went backward by itself")
         self._tried = None
+
+    def _skip_comparison(self, why: str) -> None:
+        self.why_not_compared.add(why)
+        say_once(f"loss= could not be compared with the loss trained on: {why}; the card says so")
 
     def compare(self, losses: Tensor) -> None:
         """Compare what a batch is trained on with the loss it was tried with: values and gradients.
@@ -129,21 +134,21 @@ class LossExchange:
         now, call = tried.states.again().plain(), self._witness.call
         ends = self._witness.losses.ends
         if call is None or call is tried.earlier or not ends:
-            self.why_not_compared.add("the model was not called in a way that could be followed")
+            self._skip_comparison("the model was not called in a way that could be followed")
             return
         with self._on_loan(same_attention(call.attention)), call.cast():
             tried.states.restore()
             outputs, inputs, expected = self._once_more(tried.batch)
             drawn = tried.states.again().plain()
         if drawn != now:
-            self.why_not_compared.add("the loop and loss= draw other random numbers")
+            self._skip_comparison("the loop and loss= draw other random numbers")
             return
         differ = _apart(call.outputs, {i: out.detach() for i, out in outputs.items()})
         given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         same = len(given) == len(inputs) and all(map(torch.equal, given, inputs))
         allowed = _CAST if call.autocast[1] else max(_OTHER, 2.5 * tolerance_for(self._model))
         if same and differ > allowed:
-            self.why_not_compared.add("the model gives something else when it is run once more")
+            self._skip_comparison("the model gives something else when it is run once more")
             return
         expected = expected if losses.dim() else expected.mean()
         edges = [GradientEdge(*edge) for edge in ends]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # In standard deviations of a Poisson number, which is hardly ever larger.
 _MANY_DEVIATIONS = 5
 NO_LOSS = (
-    "not checked: that the loss of a record does not depend on its batch (make_private was given "
-    "no loss=)"
+    "not checked: that the loss of a record does not depend on the others of its batch, through "
+    "the loss or through what the loop does to the batch (make_private was given no loss=)"
 )
 
 

@@ -43,6 +43,7 @@ class Net(nn.Module):
         self.own = torch.Generator().manual_seed(3)
         self.numpy = np.random.default_rng(4)
         self.calls = 0
+        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         return self.second(self.between(self, self.drop(torch.tanh(self.first(x)))))
@@ -140,6 +141,11 @@ def test_batches_checked_for_their_shape_are_counted_apart() -> None:
     assert train(Net(plain), check_rate=1.0).num_checked_by_coin == 6
 
 
+def keeps_its_inputs(net: Net, h: Tensor) -> Tensor:
+    net.seen += [h.detach()] if net.training else []
+    return h
+
+
 def test_the_check_leaves_no_trace() -> None:
     net = Net(own_noise, dropout=0.5).double()
     counted = Net(counts_its_calls).double()
@@ -157,6 +163,9 @@ def test_the_check_leaves_no_trace() -> None:
         assert torch.equal(one, other)
     train(counted, check_rate=1.0)
     train(counted, check_rate=1.0)
+    lists = Net(keeps_its_inputs).double()
+    train(lists, check_rate=1.0, batches=3)
+    assert len(lists.seen) == 3
     assert net.first.weight.grad is kept
     assert random.getstate() == before[0]
     assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
@@ -176,6 +185,11 @@ def stale_mean(net: Net, h: Tensor) -> Tensor:
     shifted = h - net.mean
     net.mean = 0.5 * net.mean + 0.5 * h.detach().mean((0, 1))
     return shifted
+
+
+def remembered(net: Net, h: Tensor) -> Tensor:
+    net.seen.append(h.detach())
+    return h - 0.1 * net.seen[-2].mean(0) if len(net.seen) > 1 else h
 
 
 def own_mix_up(net: Net, h: Tensor) -> Tensor:
@@ -205,6 +219,7 @@ def own_generator_noise_of_the_batch(net: Net, h: Tensor) -> Tensor:
 STOPPED = [
     running_mean,
     stale_mean,
+    remembered,
     own_mix_up,
     numpy_mix_up,
     python_mix_up,

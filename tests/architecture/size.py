@@ -17,7 +17,7 @@ BUDGETS = {  # what: (budget, target)
     "lines of the package": (46_500, 36_000),
     "files of the package": (300, 340),
     "lines of core": (3_000, 3_000),
-    "lines of checks and guards": (3_450, 3_613),
+    "lines of checks and guards": (3_500, 3_613),
     "words of documents": (35_000, 35_000),
 }
 

@@ -167,13 +167,12 @@ def installed_by(requirements: list[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
         ["train", "digits", "--epochs", "1", "--batch-size", "480", "--json"],
-        pytest.param(
-            ["inspect", "--model", "gpt2", "--scope", "full", "--json"], marks=pytest.mark.slow
-        ),
+        ["inspect", "--model", "gpt2", "--scope", "full", "--json"],
     ],
     ids=lambda command: command[0],
 )

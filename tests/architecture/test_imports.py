@@ -154,6 +154,7 @@ print(json.dumps([count, found]))
 """
 
 
+@pytest.mark.slow
 def test_importing_any_module_starts_no_thread_and_no_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARTS], capture_output=True, text=True, check=True

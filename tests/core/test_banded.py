@@ -34,6 +34,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import InvalidArgumentError, RefereeError
 from shuffled_dpsgd.training import PrivateTraining, load_checkpoint, save_checkpoint
+from slow_cases import one_in
 from training.cases import Case, bert_case, mlp_case
 from training.test_units import distance, run, sgd
 
@@ -142,7 +143,7 @@ def test_without_a_seed_a_block_stays_as_it_was_drawn_while_its_steps_are_releas
         assert len(everyone) == len(set(everyone))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", one_in(4, SETTINGS))
 def test_the_price_is_dp_accountings_of_blocks(setting: Any) -> None:
     from dp_accounting import dp_event
     from dp_accounting.pld.pld_privacy_accountant import PLDAccountant

@@ -23,6 +23,7 @@ from shuffled_dpsgd.core.run import train
 from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import InvalidArgumentError
+from slow_cases import one_in
 from training.cases import mlp_case
 from training.test_units import distance, run, sgd
 
@@ -49,7 +50,7 @@ def cut_run(size: int, batch: int, ratio: float, noise: float, steps: int) -> Sa
     )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", one_in(3, SETTINGS))
 def test_no_more_than_dp_accounting_and_no_less_than_poisson(setting: Any) -> None:
     """Theirs prices an exchange as a replacement, which is looser than our proof needs."""
     from dp_accounting import dp_event

@@ -67,6 +67,7 @@ def test_what_is_written_names_its_commit(tmp_path: Path) -> None:
     assert env["streams"] == STREAM_VERSION
 
 
+@pytest.mark.slow
 def test_a_committed_cell_of_a_sweep_comes_out_again() -> None:
     """Its noise, its first losses and its score; other processors may round the losses apart.
 

@@ -62,6 +62,7 @@ def test_the_bounds_reach_every_form_of_the_card(finished: Path, tmp_path: Path)
     assert not list(folder.glob(".*.new"))
 
 
+@pytest.mark.slow
 def test_the_repeat_has_the_runs_noise_and_steps_and_membership_is_in_the_report_alone(
     finished: Path, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_views_follow_the_seed_and_leave_sampling_and_accounting_alone() -> None
     assert not all(torch.equal(value, plain[name]) for name, value in once.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sees_the_same_views(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     with pytest.raises(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.generation import Generated, score_generated
 from shuffled_dpsgd.tasks.inference import evaluate_run, generate, predict
 from shuffled_dpsgd.tasks.run import execute, prepare
+from slow_cases import one_in
 
 pytest.importorskip("transformers")
 pytest.importorskip("sacrebleu")
@@ -98,7 +99,7 @@ def test_every_named_set_is_tried_here() -> None:
     assert {write.__name__ for write in WRITERS} == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", one_in(3, WRITERS), ids=lambda write: write.__name__)
 @pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_a_run_on_a_named_set(write: Callable[[Path], None], tmp_path: Path) -> None:
     name, folder, run = write.__name__, tmp_path / "data", tmp_path / "run"

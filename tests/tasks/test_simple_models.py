@@ -22,6 +22,7 @@ from shuffled_dpsgd.tasks.tokens import load_tokenizer
 from shuffled_dpsgd_experiments.advice_runs import by_target
 from shuffled_dpsgd_experiments.exhibits import Request
 from shuffled_dpsgd_experiments.frontier.reproducing import read
+from slow_cases import one_in
 
 pytest.importorskip("transformers")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -106,8 +107,9 @@ def test_elsewhere_it_is_named_only_where_it_won_on_record(
     assert all(named.values()), "the records have both"
 
 
-@pytest.mark.parametrize(("epsilon", "said"), [(0.1, True), (8.0, False)])
-def test_the_verb_names_a_linear_model_where_it_won_everywhere(epsilon: float, said: bool) -> None:
+@pytest.mark.parametrize("found", one_in(2, [(0.1, True), (8.0, False)]))
+def test_the_verb_names_a_linear_model_where_it_won_everywhere(found: tuple[float, bool]) -> None:
+    epsilon, said = found
     sizes = ("--dataset-size", 67349, "--batch-size", 1000, "--epochs", 3, "--dimension", 22713986)
     options = ("--epsilon", epsilon, "--delta", 7.4e-6, *sizes)
     result = CliRunner().invoke(app, ["advise", *map(str, options)])

@@ -81,6 +81,7 @@ def test_every_run_is_counted_and_all_are_priced_together(file: BudgetFile) -> N
         assert any(said in line for line in private.card().not_covered)
 
 
+@pytest.mark.slow
 def test_different_plans_cost_what_an_accountant_without_our_code_says(file: BudgetFile) -> None:
     plans = [(0.25, 2.0, 3), (0.5, 4.0, 10), (0.1, 1.0, 20), (1.0, 30.0, 5)]
     for number, (q, sigma, steps) in enumerate(plans):

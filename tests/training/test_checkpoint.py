@@ -24,6 +24,7 @@ from shuffled_dpsgd.training import (
     make_private,
     save_checkpoint,
 )
+from slow_cases import one_in
 from training.cases import (
     Case,
     bert_case,
@@ -70,10 +71,9 @@ RESUMABLE = {
 }
 
 
-@pytest.mark.parametrize(("make_case", "changes"), RESUMABLE.values(), ids=RESUMABLE)
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(
-    tmp_path: Path, make_case: Any, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", one_in(2, RESUMABLE))
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, name: str) -> None:
+    make_case, changes = RESUMABLE[name]
     case = make_case()
     whole = start(case, **changes)
     torch.manual_seed(11)

@@ -90,7 +90,14 @@ def test_places_past_32_bits_have_blocks_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("first", "size"),
-    [(0, 1), (5, 700), (LANES - 1, 2), (LANES + 16, 4080), (TILE - 1, 2), (700, TILE + 1)],
+    [
+        (5, 700),
+        (TILE - 1, 2),
+        (700, TILE + 1),
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        pytest.param(LANES - 1, 2, marks=pytest.mark.slow),
+        pytest.param(LANES + 16, 4080, marks=pytest.mark.slow),
+    ],
 )
 def test_where_a_call_begins_and_ends_changes_no_number(first: int, size: int) -> None:
     guarded = torch.full((size + 64,), 9.0, device=DEVICE)

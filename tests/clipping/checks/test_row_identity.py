@@ -141,12 +141,14 @@ def test_a_model_that_draws_random_numbers_is_not_blamed() -> None:
     run(ClippingEngine(Around(noisy)), losses, batch(4))
 
 
+@pytest.mark.slow
 def test_layers_dropped_at_random_are_not_blamed() -> None:
     for seed in range(30):
         torch.manual_seed(seed)
         run(ClippingEngine(Around(seldom_skipped)), losses, batch(4))
 
 
+@pytest.mark.slow
 def test_noise_as_large_as_the_tolerance_is_not_blamed() -> None:
     """Then some pairs of runs agree and others do not; one that does must not settle it."""
 

@@ -127,7 +127,7 @@ def test_runs_that_are_counted_together_follow_no_seed(
         return original(config, *arguments, **options)
 
     monkeypatch.setattr(cell_module, "start_private", start)
-    plain = searches(tuning={"best_of": 3})[0]
+    plain = searches(tuning={"best_of": 3}, run={"model": {"name": "linear-digits"}})[0]
     for budget in (None, str(file.path)):
         privacy = replace(plain.config.privacy, budget=budget)
         counted = replace(plain, config=replace(plain.config, privacy=privacy))
@@ -202,7 +202,8 @@ def test_what_no_budget_covers_is_refused_on_reading(changes: Any, named: str) -
 
 
 def test_a_search_is_one_result_with_its_own_price(tmp_path: Path) -> None:
-    raw = {**SEARCH, "tuning": {"best_of": 1.5}}
+    linear = {"model": {"name": "linear-digits"}}
+    raw = laid_over(SEARCH, {"tuning": {"best_of": 1.5}, "run": linear})
     raw["methods"] = [{**METHOD, "tuning": {"optimizer.learning_rate": [1e-2]}}]
     sweep = parse_sweep(raw, results=tmp_path)
     assert run_sweeps([sweep])

@@ -241,6 +241,7 @@ def invariance() -> dict[str, Any]:
     return table2.run("demo", parse_config(raw))
 
 
+@pytest.mark.slow
 def test_shuffled_and_unshuffled_runs_agree_in_the_common_frame(
     invariance: dict[str, Any],
 ) -> None:
@@ -262,6 +263,7 @@ def test_table_2_at_full_scale_is_the_run_of_its_file(tmp_path: Path) -> None:
         REPRODUCTIONS["table2"].reproduce(Request(output=tmp_path, scale="paper"))
 
 
+@pytest.mark.slow
 def test_table_2_quotes_the_paper_and_says_equal(invariance: dict[str, Any]) -> None:
     rows = table2.show(invariance).rows
     assert "0.6362 / 89.68 %" in rows[0].paper

@@ -286,6 +286,26 @@ def data_that_differ() -> dict[str, Any]:
     return found | {"steps before": [*steps]}
 
 
+class Measured(TensorDataset):
+    """Records that say how long they are, and count how often they are asked."""
+
+    asked = 0
+
+    def length(self, index: int) -> int:
+        self.asked += 1
+        return 1 + index % 7
+
+
+def lengths_asked_for() -> dict[str, Any]:
+    """Two epochs of records whose lengths are dear: who looks at them."""
+    case = mlp_case()
+    data = Measured(*case.data.tensors)
+    private = start(case)
+    run(private, replace(case, data=data))
+    layout = private._drawn.layout(data, pad_batches=False)
+    return {"asked": data.asked, "parts": [part.records for part in layout.parts(range(20))]}
+
+
 def other_rate(case: Case, odd: bool) -> None:
     model = case.make()
     make_private(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import replicas
 from distributed.sharded_models import split, whole
+from distributed.shards import Collectives
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.runtime.shards import held, spread_like
 from training.cases import CLASSES, Case, FixedSampler, bert_case, make_mlp, mlp_case, run
@@ -137,8 +139,8 @@ def faulty(name: str, fault: str) -> dict[str, Any]:
     if fault == "norms":
         sharding.total = forgets
     if fault == "exchange":
-        rows = sharding.sums._to_rows
-        sharding.sums._to_rows = lambda name, own: 1.5 * rows(name, own)
+        lay = sharding.sums._part  # Into a copy that nobody sends.
+        sharding.sums._part = lambda name, whole: lay(name, torch.zeros_like(whole))
     if fault == "weights" and odd:
         with torch.no_grad():
             private.model.get_parameter("table.weight").mul_(1.5)
@@ -162,6 +164,19 @@ def one_bad_sample() -> dict[str, Any]:
     run(private, replace(case, data=TensorDataset(inputs, labels)), num_steps=1)
     finite = all(bool(torch.isfinite(whole(w)).all()) for w in private.model.parameters())
     return {"found": found, "finite": finite}
+
+
+def collectives_of_a_step() -> dict[str, Any]:
+    """What travels in a step that nobody checks: by us, and by torch between the layers."""
+    case = case_of("block", torch.float32)
+    private = replicas.start(case, check_rate=0.0, num_steps=16)
+    private.sampler = FixedSampler(*[[1, 2, 3, 4]] * 16)
+    with mock.patch.object(type(private.streams), "coin", return_value=False):
+        run(private, case, num_steps=12)
+        pickled = mock.patch("pickle.dumps", side_effect=AssertionError("something is pickled"))
+        with pickled, Collectives() as mode:
+            run(private, case, num_steps=1)
+    return {"seen": mode.seen, "model": sum(p.nbytes for p in private.model.parameters())}
 
 
 def noise_alone(splits: bool) -> dict[str, torch.Tensor]:

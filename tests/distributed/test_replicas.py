@@ -46,6 +46,16 @@ def test_every_rank_draws_its_share_of_the_same_noise(launcher: Launcher, ranks:
     assert float(between.abs().max()) < 5 / math.sqrt(length)
 
 
+def test_lengths_are_asked_for_once_in_a_launch(launcher: Launcher) -> None:
+    """By rank 0; all ranks divide batches by them."""
+    one, two = launcher.run(HERE, "lengths_asked_for")
+    assert (one["asked"], two["asked"]) == (40, 0)
+    assert one["parts"] == two["parts"]
+    lengths = [index % 7 for part in one["parts"] for index in part]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) == 7
+
+
 def test_a_secure_run_draws_alike_on_all_ranks(launcher: Launcher) -> None:
     one, two = launcher.run(HERE, "secure_steps")
     again, _ = launcher.run(HERE, "secure_steps")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -104,3 +106,14 @@ def test_other_ways_to_split_are_refused_by_name(launcher: Launcher) -> None:
     assert one.keys() == named.keys()
     for name, words in named.items():
         assert words in one[name], (name, one[name])
+
+
+def test_a_step_sends_few_messages_and_pickles_nothing(launcher: Launcher) -> None:
+    """Torch adds up activations between layers, by other calls; the rest is ours."""
+    for found in launcher.run(HERE, "collectives_of_a_step"):
+        sent = Counter(name.removeprefix("c10d::") for name, _ in found["seen"])
+        # Two layers split by inputs, and their biases together; then also what is not split.
+        assert sent["_reduce_scatter_base_"] == 2 + 1
+        assert sent["_allgather_base_"] == 2 + 1 + 1
+        assert sum(sent.values()) <= 18
+        assert max(size for _, size in found["seen"]) < 0.2 * found["model"]

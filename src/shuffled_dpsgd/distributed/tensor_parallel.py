@@ -7,13 +7,14 @@ every layer, so all ranks run the model together, in checks as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from shuffled_dpsgd.core.clip import sum_dtype
 from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.distributed.layouts import Numbering, RowPieces
 from shuffled_dpsgd.distributed.world import World
@@ -56,9 +57,8 @@ class TensorParallelModel:
     def joint_norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of a gradient of which all ranks have parts, by other messages than `total`."""
         parts, leads = self.sums.spread_out, self._world.leads
-        counted = [each for name, each in gradients.items() if leads or name in parts]
-        squares = sum(float(each.double().square().sum()) for each in counted)
-        return math.sqrt(sum(map(float, self._world.gather_texts(repr(squares)))))
+        square = _square(each for name, each in gradients.items() if leads or name in parts)
+        return math.sqrt(sum(map(float, self._world.gather_texts(repr(square)))))
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a few numbers over all ranks; collective."""
@@ -94,8 +94,8 @@ class TensorParallelSums:
 
     A rank makes some rows of every parameter private. A layer split by outputs lies like that
     already, and what is not split is the same on every rank. A layer split by inputs is laid in
-    its whole shape, with zeros for the rest, and reduce-scattered; so is its bias, whose sum rank 0
-    has alone. Afterwards both are gathered.
+    its whole shape, with zeros for the rest, and reduce-scattered; so are the biases of such
+    layers, whose sums rank 0 has alone. Afterwards all but the first are gathered.
     """
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
@@ -107,8 +107,15 @@ class TensorParallelSums:
         self.led = self._added - self.spread_out
         self._shapes = {name: p.shape for name, p in parameters.items()}
         numbering, self._starts = Numbering(parameters), dict[str, Place]()
-        for name in parameters:
-            self._starts[name] = numbering.place(name, self._rows(name).start * self._width(name))
+        # What is sent together: small things, and a large matrix by itself.
+        messages: dict[object, list[str]] = {}
+        for name, parameter in parameters.items():
+            low = self._rows(name).start * self._shapes[name][1:].numel()
+            self._starts[name] = numbering.place(name, low)
+            alone = name if self._axes[name] == 1 else name in self.led
+            if self._axes[name] != 0:
+                messages.setdefault((alone, sum_dtype(parameter.dtype)), []).append(name)
+        self._messages = [(names, self._pieces(names)) for names in messages.values()]
 
     def places(self) -> Mapping[str, Place]:
         """This rank's rows of every parameter."""
@@ -120,11 +127,18 @@ class TensorParallelSums:
         Raises:
             RefereeError: the rows are not as long as the parts.
         """
-        shares = {name: self._to_rows(name, own) for name, own in sums.items()}
-        squares = [
-            sum(float(t.double().square().sum()) for n, t in found.items() if self._counts(n, rows))
-            for rows, found in ((False, sums), (True, shares))
-        ]
+        shares = dict(sums)
+        for names, pieces in self._messages:
+            if names[0] in self._added:
+                wholes = [sums[name].new_zeros(self._shapes[name]) for name in names]
+                for name, whole in zip(names, wholes, strict=True):
+                    self._part(name, whole).copy_(sums[name])
+                rows = pieces.scatter_sum(wholes)()
+            else:
+                rows = [torch.atleast_1d(sums[n])[self._rows(n)].clone() for n in names]
+            shares.update(zip(names, rows, strict=True))
+        counted = [t for n, t in sums.items() if n in self._added or self._world.leads]
+        squares = [_square(counted), _square(shares.values())]
         before, after = self.total(torch.tensor(squares, dtype=torch.float64)).tolist()
         if not abs(before - after) <= _ROOM * before:
             raise RefereeError(
@@ -143,18 +157,19 @@ class TensorParallelSums:
 
     def spread(self, shares: Tensors) -> Tensors:
         """This rank's parts of private gradients, from the rows of all ranks."""
-        return {name: self._from_rows(name, rows) for name, rows in shares.items()}
-
-    def _counts(self, name: str, rows: bool) -> bool:
-        """Whether a rank's tensor is one of those that add up to the whole."""
-        return rows or name in self._added or self._world.leads
+        found = dict(shares)
+        for names, pieces in self._messages:
+            wholes = pieces.gather([shares[name] for name in names], shares[names[0]].dtype)
+            for name, whole in zip(names, wholes, strict=True):
+                found[name] = self._part(name, whole.view(self._shapes[name])).contiguous()
+        return found
 
     def _rows(self, name: str) -> slice:
         count = self._shapes[name][0] if self._shapes[name] else 1
         return slice(*RowSplit(rows=count, ranks=self._world.size).span(self._world.rank))
 
-    def _width(self, name: str) -> int:
-        return self._shapes[name][1:].numel()
+    def _pieces(self, names: Sequence[str]) -> RowPieces:
+        return RowPieces(self._world, [self._shapes[name] or torch.Size([1]) for name in names])
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """What this rank has of a whole tensor split by inputs, or all of another."""
@@ -162,23 +177,9 @@ class TensorParallelSums:
             return whole
         return whole.chunk(self._world.size, dim=1)[self._world.rank]
 
-    def _to_rows(self, name: str, own: Tensor) -> Tensor:
-        if self._axes[name] == 0:
-            return own
-        if name not in self._added:
-            return own.reshape(-1, self._width(name))[self._rows(name)].clone()
-        whole = own.new_zeros(self._shapes[name])
-        self._part(name, whole).copy_(own)
-        (rows,) = RowPieces(self._world, [whole.shape]).scatter_sum([whole])()
-        return rows
 
-    def _from_rows(self, name: str, rows: Tensor) -> Tensor:
-        if self._axes[name] == 0:
-            return rows
-        shape = self._shapes[name]
-        pieces = RowPieces(self._world, [torch.Size((max(1, *shape[:1]), *shape[1:]))])
-        (whole,) = pieces.gather([rows], rows.dtype)
-        return self._part(name, whole.view(shape)).contiguous()
+def _square(tensors: Iterable[Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

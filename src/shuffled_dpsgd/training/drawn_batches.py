@@ -24,8 +24,8 @@ from shuffled_dpsgd.training.data import (
 from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.guards import check_count, check_records
 from shuffled_dpsgd.training.label_check import warn_of_labels
-from shuffled_dpsgd.training.launch_check import compare_records
-from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
+from shuffled_dpsgd.training.launch_check import compare_records, lengths_on_all
+from shuffled_dpsgd.training.layout import Layout, Part
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.rows import survey, warn_of_repeats
 
@@ -161,7 +161,7 @@ class DrawnBatches:
 
     def _lengths(self, data: MapStyle) -> Sequence[int] | None:
         """The lengths of what is drawn: records, or units."""
-        units, lengths = self._run.find_units(data), lengths_of(data)
+        units, lengths = self._run.find_units(data), lengths_on_all(self._run.world, data)
         return lengths if units is None else units.lengths(lengths)
 
     def pause(self) -> None:

@@ -12,14 +12,14 @@ import platform
 import random
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.release import Exchange
-from shuffled_dpsgd.distributed.agreement import agree
+from shuffled_dpsgd.distributed.agreement import agree, first_writes
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.layouts import send_first
 from shuffled_dpsgd.distributed.world import World
@@ -32,6 +32,7 @@ from shuffled_dpsgd.training.global_randomness import (
     seed_rank,
     set_global_randomness,
 )
+from shuffled_dpsgd.training.layout import lengths_of
 from shuffled_dpsgd.training.planning import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest_of_some
 
@@ -95,6 +96,22 @@ def compare_records(world: World, data: MapStyle) -> None:
     chosen = random.Random(seed).sample(range(len(data)), min(len(data), _RECORDS))
     content = digest_of_some(data, chosen, b"records of a launch", seed)
     agree(world, {"set of records": content}, remedy=remedy)
+
+
+def lengths_on_all(world: World, data: MapStyle) -> Sequence[int] | None:
+    """What `lengths_of` says on rank 0: no other rank looks at its records. Collective."""
+    found: list[Sequence[int]] = []
+
+    def count() -> str:
+        found.extend(each for each in [lengths_of(data)] if each is not None)
+        return str(len(found[0])) if found else ""
+
+    number = first_writes(world, count)
+    if world.size == 1 or not number:
+        return found[0] if found else None
+    lengths = torch.tensor(found[0]) if found else torch.empty(int(number), dtype=torch.int64)
+    world.copy_first_(lengths)
+    return lengths.tolist()
 
 
 def _facts(

@@ -17,9 +17,8 @@ import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.accounting.paper import ASSUMPTIONS
-from shuffled_dpsgd.accounting.theorem import smallest_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon, smallest_epsilon
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics
-from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.verdict import (
     ESTIMATORS,
@@ -147,7 +146,7 @@ class AxisAttack:
         """
         if self.permuted and not (self.canary.is_constant and self.read is axis.axis_sum):
             return None
-        return gaussian_epsilon(1.0 / setting.noise_multiplier, setting.delta)
+        return gaussian_epsilon(setting.noise_multiplier, setting.delta)
 
 
 def axis_attacks(size: int, rng: np.random.Generator) -> list[AxisAttack]:

@@ -23,7 +23,7 @@ from shuffled_dpsgd.auditing.estimators import (
     OrderStatistics,
     ScorePair,
 )
-from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
+from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon
 from shuffled_dpsgd.environment import environment
 
 MUS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)
@@ -91,7 +91,7 @@ def one_run_point(module: Any, mu: float) -> dict[str, Any]:
     return {
         "mu": mu,
         "canaries": CANARIES,
-        "true_epsilon": gaussian_epsilon(mu, DELTA),
+        "true_epsilon": composed_epsilon(mu, sampling_prob=1.0, num_steps=1, delta=DELTA),
         "mean": {name: float(np.mean(bounds)) for name, bounds in rows.items()},
         "bounds": rows,
     }

@@ -12,7 +12,7 @@ from scipy.stats import norm
 
 from shuffled_dpsgd.accounting import certified_claim
 from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair
-from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
+from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Known:
 def gaussian(mu: float, delta: float) -> Known:
     return Known(
         name=f"gaussian mu={mu}",
-        epsilon=gaussian_epsilon(mu, delta),
+        epsilon=composed_epsilon(mu, sampling_prob=1.0, num_steps=1, delta=delta),
         delta=delta,
         release=lambda bits, rng: bits * mu + rng.standard_normal(bits.size),
     )

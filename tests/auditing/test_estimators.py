@@ -24,7 +24,7 @@ from shuffled_dpsgd.auditing.estimators import (
 from shuffled_dpsgd.auditing.estimators.clopper_pearson import epsilon_of_rates, errors, upper_limit
 from shuffled_dpsgd.auditing.estimators.curves import tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Guesses, least_size
-from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon, gaussian_epsilon
+from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.audits.paper_audit import LACKS, null_distribution, paper_point
 
@@ -67,13 +67,13 @@ def test_reversed_scores_give_the_same_kind_of_bound() -> None:
 
 def test_gaussian_epsilon_inverts_the_exact_delta() -> None:
     for mu in (0.3, 1.0, 3.65):
-        epsilon = gaussian_epsilon(mu, 1e-6)
+        epsilon = composed_epsilon(mu, sampling_prob=1.0, num_steps=1, delta=1e-6)
         delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(
             -mu / 2 - epsilon / mu
         )
         assert delta == pytest.approx(1e-6, rel=1e-5)
-    assert gaussian_epsilon(0.0, 1e-6) == 0.0
-    assert gaussian_epsilon(1.0, 0.0) == math.inf
+    assert composed_epsilon(0.0, sampling_prob=1.0, num_steps=1, delta=1e-6) == 0.0
+    assert composed_epsilon(1.0, sampling_prob=1.0, num_steps=1, delta=0.0) == math.inf
 
 
 def test_composition_of_a_measured_mu_is_a_lower_bound_that_is_close() -> None:

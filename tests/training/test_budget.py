@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from core.independent import true_epsilon_together
 from shuffled_dpsgd.accounting import Filter, SampledGaussian, claim_together
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.training import PrivateTraining, load_checkpoint, make_private, save_checkpoint
-from shuffled_dpsgd.training.budget import BudgetFile, CountedRun
+from shuffled_dpsgd.training.budget import BudgetFile, CountedRun, counted
 from shuffled_dpsgd.training.record_digest import data_mark
 from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
 
@@ -287,6 +288,16 @@ def test_the_same_seed_twice_is_refused_though_the_models_differ(file: BudgetFil
 def test_what_nobody_can_price_is_refused_at_once(file: BudgetFile, changes: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="budget"):
         start(file, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"records_per_unit": 2}, {"largest_batch": 12}, {"noise_rows": ((1.0,),)}]
+)
+def test_plans_that_are_priced_otherwise_are_not_counted(file: BudgetFile, changes: Any) -> None:
+    """Options refuse them before; here nobody has looked at any."""
+    plan = replace(start(file).plan, **changes)
+    with pytest.raises(InvalidArgumentError, match=next(iter(changes))):
+        counted(plan, name="a run", salt="")
 
 
 def test_going_on_with_a_run_counts_it_once(file: BudgetFile, tmp_path: Path) -> None:

@@ -102,7 +102,13 @@ def smallest_epsilon(
 
 
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """The exact ε of one Gaussian release (Balle & Wang 2018), by the theorem at d = 1."""
+    """The exact ε of one Gaussian release (Balle & Wang 2018), by the theorem at d = 1.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    if delta == 0.0:
+        return math.inf
     return smallest_epsilon(noise_multiplier, delta, dimension=1, batch_clip=1.0)
 
 

@@ -47,7 +47,7 @@ NEVER_CAUGHT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """`largest_bound` is what a perfect adversary would have shown with this sample (measured)."""
+    """`largest_bound`: what a perfect adversary would have shown of any mechanism (measured)."""
 
     ran: tuple[str, ...]
     would_have_caught: tuple[str, ...]

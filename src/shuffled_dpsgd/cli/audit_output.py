@@ -111,8 +111,9 @@ def show_report(report: AuditReport) -> None:
 def _show_reach(reach: Reach, out: Console) -> None:
     out.print(f"  adversaries run: {', '.join(reach.ran)}")
     out.print(
-        f"  they would have refuted any claim below ε = {reach.largest_bound:.2f} (measured) had "
-        "one of them been right every time, and would have caught:"
+        "  they would have refuted a claim about any mechanism below "
+        f"ε = {reach.largest_bound:.2f} (measured) had one of them been right every time, and "
+        "would have caught:"
     )
     for line in reach.would_have_caught:
         out.print(f"    + {line}")

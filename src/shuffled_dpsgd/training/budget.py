@@ -287,11 +287,12 @@ def counted(
     plan: PrivacyPlan, *, name: str, salt: str, identity: str = "", releases: int = 0
 ) -> CountedRun:
     """The entry of a run of `plan`; refuses a run whose ε cannot be certified."""
-    if plan.uncertifiable:
+    special = ("records_per_unit", "largest_batch", "noise_rows")
+    if reasons := plan.uncertifiable or [name for name in special if getattr(plan, name)]:
         raise InvalidArgumentError(
             "budget",
-            expected="a run whose ε can be certified",
-            got="; ".join(plan.uncertifiable),
+            expected="a run on rows, in batches of their own, whose ε can be certified",
+            got="; ".join(reasons),
             remedy="no budget covers it: leave the budget out, and these records unprotected",
         )
     seed = None if plan.seed is None else keyed(str(plan.seed).encode(), salt)

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from scipy.special import betainc, betaincinv, ndtr, ndtri
 
 from shuffled_dpsgd.accounting import certified_bracket
-from shuffled_dpsgd.accounting.theorem import smallest_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import (
     EstimatedBound,
     Floats,
@@ -265,27 +265,16 @@ def smallest_crossings(
     return float(np.partition(crossings, allowed - 1)[allowed - 1])
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε(δ) of a μ-GDP mechanism, the exact Gaussian mechanism; infinite at δ = 0 unless μ = 0.
-
-    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
-    4.377
-    """
-    if mu <= 0.0:
-        return 0.0
-    if delta == 0.0:
-        return math.inf
-    return smallest_epsilon(1.0 / mu, delta, dimension=1, batch_clip=1.0)
-
-
 def composed_epsilon(mu: float, *, sampling_prob: float, num_steps: int, delta: float) -> float:
     """ε of `num_steps` Poisson-sampled steps that are each μ-GDP when the canary takes part.
 
     Never above the exact value: the lower end of the accountant's bracket. It grows with μ, so a
     lower bound on μ gives one on ε, for mechanisms that are Gaussian in every step.
     """
-    if mu <= 0.0 or (sampling_prob, num_steps) == (1.0, 1):
-        return gaussian_epsilon(mu, delta)
+    if mu <= 0.0:
+        return 0.0
+    if (sampling_prob, num_steps) == (1.0, 1):
+        return gaussian_epsilon(1.0 / mu, delta)
     return certified_bracket(
         noise_multiplier=1.0 / mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta
     ).lower

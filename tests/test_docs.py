@@ -211,6 +211,16 @@ def test_commands_of_every_kind_of_block_are_seen() -> None:
         assert any(command.startswith(f"shuffled-dpsgd {start}") for command in COMMANDS), start
 
 
+def test_commands_of_benchmarks_have_programs_and_flags_that_exist() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^python (?:-m )?(benchmarks[\w./]+)(.*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert len(found) > 5
+    for program, words in found:
+        path = ROOT / (program.removesuffix(".py").replace(".", "/") + ".py")
+        asked = re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text(encoding="utf-8"))
+        assert {*re.findall(r"--[\w-]+", words)} <= {*asked}, path
+
+
 def test_make_targets_in_pages_are_in_the_makefile() -> None:
     pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)

@@ -86,7 +86,7 @@ def test_what_is_no_finished_run_is_refused(folders: list[Path], tmp_path: Path)
 def test_the_verb_writes_the_page(folders: list[Path], tmp_path: Path) -> None:
     page = tmp_path / "runs.html"
     done = CliRunner().invoke(app, ["report", *map(str, folders), "--output", str(page)])
-    assert (done.exit_code, "2 runs, 1 settings differ" in done.output) == (0, True)
+    assert (done.exit_code, "2 runs; settings that differ: 1" in done.output) == (0, True)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 

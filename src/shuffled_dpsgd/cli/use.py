@@ -106,7 +106,7 @@ def report(
     if as_json:
         print_json({"output": str(output), "runs": [run.name for run in found]})
         return
-    typer.echo(f"{output}: {len(found)} runs, {len(differing(found))} settings differ")
+    typer.echo(f"{output}: {len(found)} runs; settings that differ: {len(differing(found))}")
 
 
 @verb('predict runs/sst2 "a fine film"', "predict runs/cifar cat.png dog.png")

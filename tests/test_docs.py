@@ -52,7 +52,8 @@ CODE = [
     for p in sorted(DOCS.glob("*.md"))
     if p.name != "from_opacus.md"  # Two programs at once: tests/examples/test_from_opacus.py.
     for number, code in enumerate(blocks(p.name, "python"))
-    if "fully_shard(block" not in code  # On several ranks: tests/distributed/test_sharded.py.
+    # On several ranks: tests/distributed/test_sharded.py.
+    if "fully_shard(block" not in code and "parallelize_module(block" not in code
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Commands stand in a fence without a language, or indented, or within a sentence.

@@ -20,6 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,6 +34,7 @@ from torch.utils.data import DataLoader
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, spread, two_by_two, whole
+from distributed.split_layers import block_case
 from shuffled_dpsgd.clipping.finalize.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import World, current_world, launched
 from shuffled_dpsgd.distributed.exchange import ShardedSums
@@ -781,9 +787,9 @@ def _counted_noise() -> Iterator[list[int]]:
         yield drawn
 
 
-def run_page(code: str) -> tuple[int, bool]:
+def run_page(code: str, name: str = "gpt2") -> tuple[int, bool]:
     """The page's code with what its reader has; steps taken, and whether rank 0 alone evaluated."""
-    case = CASES["gpt2"](torch.float32)
+    case = block_case() if name == "block" else CASES[name](torch.float32)
     model, evaluated = case.make(), []
     names: dict[str, Any] = {
         "torch": torch,
@@ -796,6 +802,9 @@ def run_page(code: str) -> tuple[int, bool]:
         "init_device_mesh": init_device_mesh,
         "launched": launched,
         "make_private": make_private,
+        "parallelize_module": parallelize_module,
+        "ColwiseParallel": ColwiseParallel,
+        "RowwiseParallel": RowwiseParallel,
     }
     exec(compile(code, "distributed.md", "exec"), names)
     private = names["private"]

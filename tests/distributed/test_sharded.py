@@ -289,19 +289,25 @@ def test_shards_that_cannot_be_written_leave_nothing(launcher: Launcher, tmp_pat
 
 
 def test_the_page_about_several_gpus_runs(launcher: Launcher) -> None:
-    """Its block on sharding, on two ranks, with a tiny model and its records."""
+    """Its blocks on sharding and splitting, on ranks, with a tiny model and its records."""
     page = Path(__file__).parents[2] / "docs" / "distributed.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     code, by_mesh = (block for block in blocks if "fully_shard(block" in block)
     options = "dataset_size=40, expected_batch_size=8, num_steps=2, epsilon=9.0, delta=1e-3"
     code = code.replace(", ...)", f", {options})")
     assert launcher.run(HERE, "run_page", code=code) == [(2, True)] * 2
-    # A mesh that four processes have, and the optimizer that the block before it made.
-    for written, meant in (
-        (", ..., mesh=mesh)", f", {options}, mesh=mesh)"),
-        ('"cuda", (4, 8)', '"cpu", (2, 2)'),
-        ("private =", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nprivate ="),
+    # Meshes that so many processes have, and the optimizer that the first block made.
+    (splits,) = (block for block in blocks if "parallelize_module(block" in block)
+    for code, mesh, name, ranks in (
+        (by_mesh, ('"cuda", (4, 8)', '"cpu", (2, 2)'), "gpt2", 4),
+        (splits, ('"cuda", (8,)', '"cpu", (2,)'), "block", 2),
     ):
-        assert written in by_mesh
-        by_mesh = by_mesh.replace(written, meant)
-    assert launcher.run(HERE, "run_page", ranks=4, code=by_mesh) == [(0, True)] * 4
+        for written, meant in (
+            (", ..., mesh=mesh)", f", {options}, mesh=mesh)"),
+            ("private =", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nprivate ="),
+            mesh,
+        ):
+            assert written in code
+            code = code.replace(written, meant)
+        found = launcher.run(HERE, "run_page", ranks=ranks, code=code, name=name)
+        assert found == [(0, True)] * ranks

@@ -214,7 +214,7 @@ def _verdict(ratios: Sequence[float], printed: float) -> str:
     if low <= 0 <= high:
         return f"no cost that can be told from the spread of timing ({spread})"
     if low <= printed <= high:
-        return f"about as printed ({spread})"
+        return f"the printed share is within our spread ({spread})"
     return f"costs {'less' if high < printed else 'more'} than printed ({spread})"
 
 

@@ -56,7 +56,7 @@ def test_the_models_are_those_of_the_table() -> None:
     [
         ([0.9, 0.95], "too few rounds to tell (rounds from -10.0% to -5.0%)"),
         ([0.99, 1.0, 1.2], "no cost that can be told from the spread of timing"),
-        ([1.01, 1.02, 1.03], "about as printed"),
+        ([1.01, 1.02, 1.03], "the printed share is within our spread"),
         ([1.001, 1.002, 1.003], "costs less than printed"),
         ([1.04, 1.05, 1.06], "costs more than printed"),
     ],

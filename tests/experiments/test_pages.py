@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from shuffled_dpsgd_experiments.frontier.workloads import LESS_NOISE, OPACUS, PAIRED_SEEDS
+from shuffled_dpsgd_experiments.frontier.workloads import LESS_NOISE, OPACUS, OURS, PAIRED_SEEDS
 from shuffled_dpsgd_experiments.pages import MARKED, NOTHING, part_of, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -170,20 +170,36 @@ def test_ingredients_are_compared_with_the_first_seed_by_seed(root: Path) -> Non
     assert "first row's certified ε (proven) is 0.9" in "".join(lines)
 
 
-def test_ingredients_on_a_workload_are_compared_over_common_seeds() -> None:
-    rows = {"": {}, OPACUS: {}, LESS_NOISE: {}}
-    for line in (ROOT / "results" / "frontier" / "digits.jsonl").read_text().splitlines():
+def gains(workload: str, of: str, over: str) -> tuple[int, float, float]:
+    """Seeds that two ingredients share, the mean difference in points, and half its interval."""
+    rows: dict[str, dict[int, float]] = {}
+    path = ROOT / "results" / "frontier" / f"{workload}.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         own = record["algorithm"] == "dp-sgd" and record["epsilon"] == 1.0
         if own and record["stage"] == "figure":
-            rows[record.get("ingredients", "")][record["seed"]] = record["accuracy"]["test"]
-    gains = [rows[LESS_NOISE][seed] - rows[OPACUS][seed] for seed in rows[OPACUS]]
-    assert len(gains) >= PAIRED_SEEDS
-    half = stats.t.interval(0.95, len(gains) - 1, scale=stats.sem(gains))[1]
-    found = part_of("paired", "digits", ROOT).splitlines()[3]
-    assert found.endswith(
-        f"({len(gains)}) | +{100 * statistics.mean(gains):.1f} ± {100 * half:.1f} |"
-    )
+            ingredients = rows.setdefault(record.get("ingredients", ""), {})
+            ingredients[record["seed"]] = 100 * record["accuracy"]["test"]
+    found = [score - rows[over][seed] for seed, score in rows[of].items() if seed in rows[over]]
+    half = stats.t.interval(0.95, len(found) - 1, scale=stats.sem(found))[1]
+    return len(found), statistics.mean(found), half
+
+
+@pytest.mark.parametrize("workload", ["digits", "sst2-features", "sst2-lora"])
+def test_ingredients_on_a_workload_are_compared_over_common_seeds(workload: str) -> None:
+    seeds, mean, half = gains(workload, LESS_NOISE, OPACUS)
+    assert seeds >= PAIRED_SEEDS
+    found = part_of("paired", workload, ROOT).splitlines()[3]
+    assert found.endswith(f"({seeds}) | +{mean:.1f} ± {half:.1f} |")
+
+
+def test_what_the_falling_rate_costs_in_short_runs() -> None:
+    places = {"digits": "on digits", "sst2-features": "on features", "sst2-lora": "with LoRA"}
+    page = " ".join((ROOT / "docs" / "ingredients.md").read_text(encoding="utf-8").split())
+    for workload, place in places.items():
+        _, mean, half = gains(workload, OURS, LESS_NOISE)
+        said = f"{-mean:.1f} ± {half:.1f}"
+        assert f"{said} points {place}" in page or f"{said} {place}" in page
 
 
 def test_how_far_tuning_went_is_counted(root: Path) -> None:

@@ -153,6 +153,9 @@ def test_a_broken_line_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"train\.jsonl:3: expected a list of"):
         read_chats(data)
     assert known.data.max_length == 1024
+    (tmp_path / "train.jsonl").write_text('{"chat": []}')
+    with pytest.raises(InvalidArgumentError, match=r"'messages'.* or .*'completion'"):
+        read_chats(data)
 
 
 def test_an_adapter_is_saved_that_peft_loads(folder: Path, tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ def test_json_round_trip() -> None:
         assert parse_config(config.to_json()) == config
 
 
+def test_a_misspelt_task_is_named_before_what_is_missing() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^task: .* did you mean `sft`"):
+        parse_config({"task": "sftt"})
+
+
 def test_what_leaves_the_folder_has_no_seed() -> None:
     assert default_config().seed is not None
     assert "seed" not in default_config().without_seed()
@@ -117,6 +122,7 @@ def test_what_leaves_the_folder_has_no_seed() -> None:
         ("training", "epochs", 1.5, "epochs"),
         ("data", "text_columns", "sentence", "list of strings"),
         ("model", "names", "x", "did you mean `name`"),
+        ("privacy", "max_grad_norm", 1.0, "max_grad_norm is clip_norm"),
     ],
 )
 def test_bad_values_are_refused_by_name(section: str, key: str, value: Any, match: str) -> None:

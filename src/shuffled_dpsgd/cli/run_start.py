@@ -88,8 +88,8 @@ def with_overrides(
             raise
         raise InvalidArgumentError(
             "--epsilon",
-            expected="a number, where the preset or the file leaves it open",
+            expected="a privacy budget, by this flag or as epsilon under [privacy]",
             got=None,
-            remedy="the paper's tables have 0.1, 0.5 and 1",
+            remedy="for example 3; the paper's tables have 0.1, 0.5 and 1",
         ) from error
     return parsed if seed is None and not secure else replace(parsed, seed=seed)

@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.models import weights_of
+from shuffled_dpsgd.options.other_names import OTHER_NAMES
 from shuffled_dpsgd.tasks.config import SECTIONS, USUAL_DATA, RunConfig, TaskName
 
 AVERAGING = 0.95
@@ -74,17 +75,16 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         if not isinstance(table, Mapping):
             raise InvalidArgumentError(name, expected=f"a table [{name}]", got=table)
         refuse_unknown(f"{name}.", table, list(_hints_of(SECTIONS[name])))
-    usual = USUAL_DATA.get(str(top.get("task")), {})
+    require("task" in top, "task", f"one of {get_args(TaskName)}", None)
+    values = {key: _checked(key, _TOP[key], value) for key, value in top.items()}
+    usual = USUAL_DATA.get(top["task"], {})
     given["data"] = {**usual, **given["data"]}
-    chosen = _choices_of_method(top.get("task"), given)
+    chosen = _choices_of_method(top["task"], given)
     for place, value in chosen.items():
         section, key = place.split(".")
         given[section] = {**given[section], key: value}
     _refuse_missing(given)
     sections = {name: _section(name, table) for name, table in given.items()}
-    if "task" not in top:
-        raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
-    values = {key: _checked(key, _TOP[key], value) for key, value in top.items()}
     return RunConfig(**values, **sections, by_method=tuple(chosen))
 
 
@@ -92,12 +92,9 @@ def refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> Non
     """Refuse a key that is not known, with the one that was probably meant."""
     for key in raw:
         if key not in known:
-            raise InvalidArgumentError(
-                f"{prefix}{key}",
-                expected=f"one of {sorted(known)}",
-                got=key,
-                remedy=_nearest(key, known),
-            )
+            other = OTHER_NAMES.get(key)
+            remedy = f"{key} is {other}" if other in known else _nearest(key, known)
+            require(False, f"{prefix}{key}", f"one of {sorted(known)}", key, remedy)
 
 
 def _choices_of_method(task: Any, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -151,7 +148,7 @@ def _refuse_missing(given: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(
             f"{section}.{key}",
             expected="a value",
-            got="nothing",
+            got=None,
             remedy="write " + ", ".join(f"`{key} = …` under [{name}]" for name, key in missing),
         )
 

@@ -58,8 +58,8 @@ def folder_classes(path: Path) -> tuple[str, ...]:
     if len(found) < 2:
         raise InvalidArgumentError(
             "data.path",
-            expected="a folder with train/CLASS/… for two classes or more",
-            got=f"{path} with {len(found)} classes",
+            expected="a folder with train/CLASS/… for at least two classes",
+            got=f"{path}, {f'with {len(found)}' if path.is_dir() else 'which is not there'}",
         )
     return tuple(found)
 

@@ -156,15 +156,16 @@ def _objects(path: Path, kind: str, choices: Sequence[Columns]) -> tuple[list[Ro
             for number, line in enumerate(lines, start=1)
         }
     first: Any = next(iter(items.values()), {})
-    columns = next((c for c in choices if set(c) <= set(first)), choices[0])
+    fitting = [each for each in choices if set(each) <= set(first)]
+    columns = (fitting or choices)[0]
+    expected = " or ".join(f"the keys {list(each)}" for each in fitting[:1] or choices)
     for where, cells in items.items():
         if not isinstance(cells, dict):
             raise InvalidArgumentError(where, expected="one JSON object", got=shortened(cells))
         missing = [name for name in columns if name not in cells]
         if missing:
-            raise InvalidArgumentError(
-                where, expected=f"keys {list(columns)}", got=f"without {missing}"
-            )
+            got = f"an object without {missing}"
+            raise InvalidArgumentError(where, expected=expected, got=got)
     return [Row(where=where, cells=cells, typed=True) for where, cells in items.items()], columns
 
 

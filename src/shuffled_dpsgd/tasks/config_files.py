@@ -75,15 +75,15 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         if not isinstance(table, Mapping):
             raise InvalidArgumentError(name, expected=f"a table [{name}]", got=table)
         refuse_unknown(f"{name}.", table, list(_hints_of(SECTIONS[name])))
-    require("task" in top, "task", f"one of {get_args(TaskName)}", None)
     values = {key: _checked(key, _TOP[key], value) for key, value in top.items()}
-    usual = USUAL_DATA.get(top["task"], {})
+    usual = USUAL_DATA.get(str(top.get("task")), {})
     given["data"] = {**usual, **given["data"]}
-    chosen = _choices_of_method(top["task"], given)
+    chosen = _choices_of_method(top.get("task"), given)
     for place, value in chosen.items():
         section, key = place.split(".")
         given[section] = {**given[section], key: value}
     _refuse_missing(given)
+    require("task" in top, "task", f"one of {get_args(TaskName)}", None)
     sections = {name: _section(name, table) for name, table in given.items()}
     return RunConfig(**values, **sections, by_method=tuple(chosen))
 

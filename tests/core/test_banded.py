@@ -316,6 +316,7 @@ def test_a_fast_run_releases_what_the_core_does(make: Any) -> None:
     assert private.referee.checks.noise > 0
     text = str(private.card())
     assert "banded noise in blocks of 3 steps" in text
+    assert "the formula needs uncut Poisson batches, a clip and independent noise" in text
     assert "attained" not in text
 
 

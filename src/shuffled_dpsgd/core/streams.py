@@ -6,16 +6,16 @@ that: its state can be solved for from its outputs, and noise that can be comput
 subtracted. A key belongs to one purpose at one step, and to one attempt at it.
 
 Without a seed, the key of the noise of a release comes from the operating system when the release
-is made and is kept nowhere. Keys of batches and permutations are derived from the ledger's secret
-and the number of releases of their step, so that the same records come again until the step is
-released, in another process too: a batch that was drawn and given up must not be replaced by a
-luckier one. A step that is released again, because its update was lost, is drawn anew.
+is made and is kept nowhere, or in memory to the end of its block (`banded`). Keys of batches and
+permutations are derived from the ledger's secret and the number of releases of their step, so that
+the same records come again until the step is released, in another process too: a batch that was
+drawn and given up must not be replaced by a luckier one. A step that is released again, because its
+update was lost, is drawn anew.
 
 With a seed, every key is derived from it, and whoever knows the seed can remove the noise. The
 attempt is part of the key. So the same step released again with other sums has other noise.
 
-The stream comes from OpenSSL through the `cryptography` package. What remains to be believed is
-the operating system's entropy.
+OpenSSL computes the stream (`cryptography`). What is left to believe is the system's entropy.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class PrivacyCard(CertifiedCard):
 
     def _paper_lines(self) -> list[str]:
         if self.paper is None:
-            return ["none: the formula needs Poisson sampling, a clip and noise"]
+            return ["none: the formula needs uncut Poisson batches, a clip and independent noise"]
         lines = [f"{_with_inputs(self.paper)}; not a guarantee"]
         if self.paper_is_small_print:
             lines.append(SMALL_PRINT)

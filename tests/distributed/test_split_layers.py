@@ -44,7 +44,7 @@ def test_every_rank_draws_the_noise_of_its_part(launcher: Launcher) -> None:
             assert all(torch.equal(one[name], alone[name]) for name in alone)
 
 
-@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("seed", [pytest.param(3, marks=pytest.mark.slow), None])
 def test_dropout_and_secure_noise(launcher: Launcher, seed: int | None) -> None:
     """What is whole stays the same on all ranks, and the checks can follow."""
     options = {"name": "block with dropout", "splits": True, "seed": seed, "check_rate": 1.0}
@@ -112,8 +112,7 @@ def test_a_step_sends_few_messages_and_pickles_nothing(launcher: Launcher) -> No
     """Torch adds up activations between layers, by other calls; the rest is ours."""
     for found in launcher.run(HERE, "collectives_of_a_step"):
         sent = Counter(name.removeprefix("c10d::") for name, _ in found["seen"])
-        # Two layers split by inputs, and their biases together; then also what is not split.
-        assert sent["_reduce_scatter_base_"] == 2 + 1
-        assert sent["_allgather_base_"] == 2 + 1 + 1
-        assert sum(sent.values()) <= 18
-        assert max(size for _, size in found["seen"]) < 0.2 * found["model"]
+        # Two layers split by inputs, and in one message their biases and what is not split.
+        assert sent["_reduce_scatter_base_"] == sent["_allgather_base_"] == 2 + 1
+        assert sum(sent.values()) <= 17
+        assert max(size for _, size in found["seen"]) < 0.3 * found["model"]

@@ -51,22 +51,26 @@ class TensorParallelModel:
         return self._world.size
 
     @property
+    def leads(self) -> bool:
+        """Whether of gradients that all ranks have this rank's count."""
+        return self._world.leads
+
+    @property
     def split(self) -> SplitLayers:
         return self
 
     def joint_norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of a gradient of which all ranks have parts, by other messages than `total`."""
-        parts, leads = self.sums.spread_out, self._world.leads
-        square = _square(each for name, each in gradients.items() if leads or name in parts)
-        return math.sqrt(sum(map(float, self._world.gather_texts(repr(square)))))
+        found = self._world.gather_texts(repr(self.sums.square(gradients)))
+        return math.sqrt(sum(map(float, found)))
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a few numbers over all ranks; collective."""
         return self._world.add_(values)
 
     def factor(self, name: str) -> int:
-        """What torch's gradients are multiplied by: the engine has some biases on rank 0 alone."""
-        return int(self._world.leads or name not in self.sums.led)
+        """What torch's gradients are multiplied by, to have what the engine has on this rank."""
+        return int(self.sums.counts(name))
 
     def is_any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
@@ -93,18 +97,15 @@ class TensorParallelSums:
     """The exchange of ranks of which each has its parts of the sums of all records.
 
     A rank makes some rows of every parameter private. A layer split by outputs lies like that
-    already, and what is not split is the same on every rank. A layer split by inputs is laid in
-    its whole shape, with zeros for the rest, and reduce-scattered; so are the biases of such
-    layers, whose sums rank 0 has alone. Afterwards all but the first are gathered.
+    already. A layer split by inputs is laid in its whole shape, with zeros for the rest, and
+    reduce-scattered; afterwards it is gathered. So is what is not split: of that only rank 0's sums
+    are released, whose norms the clip has counted, whatever the others have.
     """
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
         self._world = world
         self._axes = {name: _axis(p) for name, p in parameters.items()}
-        self._added = {name for name, p in parameters.items() if is_sharded(p)}
-        self.spread_out = {name for name in self._added if self._axes[name] is not None}
-        # Biases of layers split by inputs.
-        self.led = self._added - self.spread_out
+        self.parts = {name for name, axis in self._axes.items() if axis is not None}
         self._shapes = {name: p.shape for name, p in parameters.items()}
         numbering, self._starts = Numbering(parameters), dict[str, Place]()
         # What is sent together: small things, and a large matrix by itself.
@@ -112,7 +113,7 @@ class TensorParallelSums:
         for name, parameter in parameters.items():
             low = self._rows(name).start * self._shapes[name][1:].numel()
             self._starts[name] = numbering.place(name, low)
-            alone = name if self._axes[name] == 1 else name in self.led
+            alone = name if self._axes[name] == 1 else ""
             if self._axes[name] != 0:
                 messages.setdefault((alone, sum_dtype(parameter.dtype)), []).append(name)
         self._messages = [(names, self._pieces(names)) for names in messages.values()]
@@ -129,16 +130,13 @@ class TensorParallelSums:
         """
         shares = dict(sums)
         for names, pieces in self._messages:
-            if names[0] in self._added:
-                wholes = [sums[name].new_zeros(self._shapes[name]) for name in names]
-                for name, whole in zip(names, wholes, strict=True):
+            wholes = [sums[name].new_zeros(self._shapes[name]) for name in names]
+            for name, whole in zip(names, wholes, strict=True):
+                if self.counts(name):
                     self._part(name, whole).copy_(sums[name])
-                rows = pieces.scatter_sum(wholes)()
-            else:
-                rows = [torch.atleast_1d(sums[n])[self._rows(n)].clone() for n in names]
+            rows = pieces.scatter_sum(wholes)()
             shares.update(zip(names, rows, strict=True))
-        counted = [t for n, t in sums.items() if n in self._added or self._world.leads]
-        squares = [_square(counted), _square(shares.values())]
+        squares = [self.square(sums), _square(shares.values())]
         before, after = self.total(torch.tensor(squares, dtype=torch.float64)).tolist()
         if not abs(before - after) <= _ROOM * before:
             raise RefereeError(
@@ -163,6 +161,14 @@ class TensorParallelSums:
             for name, whole in zip(names, wholes, strict=True):
                 found[name] = self._part(name, whole.view(self._shapes[name])).contiguous()
         return found
+
+    def square(self, tensors: Mapping[str, Tensor]) -> float:
+        """This rank's part of the square of what all ranks have together."""
+        return _square(own for name, own in tensors.items() if self.counts(name))
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's sum of a parameter is a part of the total."""
+        return name in self.parts or self._world.leads
 
     def _rows(self, name: str) -> slice:
         count = self._shapes[name][0] if self._shapes[name] else 1

@@ -154,6 +154,11 @@ class SplitLayers(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    @property
+    def leads(self) -> bool:
+        """Whether of gradients that all ranks have this rank's count."""
+        ...
+
     def total(self, values: Tensor) -> Tensor:
         """The sum of a few numbers over all ranks."""
         ...

@@ -22,7 +22,7 @@ class AcrossRanks(LayerByLayer):
     """All ranks have the same samples, and each has its part of their gradients.
 
     The squared norms of what is split are added up over ranks before any factor is known. Of what
-    is not split every rank has the whole gradient, which is counted once.
+    is not split every rank has the whole gradient; the one that leads counts its own.
     """
 
     def __init__(self, rule: ClippingRule, split: SplitLayers) -> None:
@@ -37,11 +37,9 @@ class AcrossRanks(LayerByLayer):
         halves = [self._layers(half, batch) for half in self._halves]
         zero_B = torch.zeros(batch.size, device=next(iter(sums.values())).device)
         split_B, same_B = (sum(layers.squares(), zero_B) for layers in halves)
-        dtype = torch.promote_types(split_B.dtype, same_B.dtype)
-        own = torch.stack([split_B.to(dtype), same_B.to(dtype)])
-        split_B, of_all_B = self._split.total(own).unbind()
-        mean_B = of_all_B / self._split.ranks
-        apart_B = (same_B - mean_B).abs() > _ROOM * (split_B + mean_B)
+        own_B = split_B + same_B * int(self._split.leads)
+        whole_B, of_all_B = self._split.total(torch.stack([own_B, same_B.to(own_B)])).unbind()
+        apart_B = (same_B - of_all_B / self._split.ranks).abs() > _ROOM * whole_B
         if bool(apart_B.any()):
             raise UnsupportedModuleError(
                 "",
@@ -50,10 +48,10 @@ class AcrossRanks(LayerByLayer):
                 remedy="split by RowwiseParallel whatever follows a ColwiseParallel layer, and "
                 "keep other trained layers, such as norms of single heads, from between the two",
             )
-        norms_B = rule.norms([split_B, mean_B], batch)
+        norms_B = rule.norms([whole_B], batch)
         factors_B = rule.factors(norms_B, batch)
         # Parts of this batch are in the sums from now on, until all of them are.
         batch.pending.half_done = True
-        for layers in halves:
+        for layers in halves if self._split.leads else halves[:1]:
             layers.add_sums(factors_B, sums)
         return norms_B

@@ -630,6 +630,12 @@ def test_a_transform_that_standardises_its_rows_is_refused(tmp_path: Path) -> No
             assert "not checked" not in str(trainer.card())
 
 
+def test_a_batch_larger_than_the_data_is_traced_to_the_arguments(tmp_path: Path) -> None:
+    trainer = build(tmp_path, arguments={"per_device_train_batch_size": NUM_RECORDS + 1})
+    with pytest.raises(InvalidArgumentError, match="it is per_device_train_batch_size times"):
+        trainer.train()
+
+
 def test_a_delta_that_protects_nobody_is_said(tmp_path: Path) -> None:
     trainer = build(tmp_path, privacy=privacy(delta=1 / NUM_RECORDS))
     with pytest.warns(UserWarning, match=f"is not below 1/{NUM_RECORDS}"):

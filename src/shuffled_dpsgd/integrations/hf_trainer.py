@@ -230,7 +230,8 @@ class DPTrainer(Trainer):
             "labels",
             "a `labels` entry in every batch",
             sorted(inputs),
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False) adds it for a language model",
+            "labels of classes must be numbers, as collators drop texts; for a language model, "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) adds labels",
         )
         labels = inputs.pop("labels")
         outputs = model(**inputs)
@@ -334,8 +335,17 @@ class DPTrainer(Trainer):
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
+        size = self._num_drawn_from()
+        require(
+            self._expected_batch_size <= size,
+            "expected_batch_size",
+            f"at most {size}, the size of the training data",
+            self._expected_batch_size,
+            "it is per_device_train_batch_size times gradient_accumulation_steps times processes, "
+            "unless PrivacyArguments sets it",
+        )
         given = options_in(self.privacy) | {
-            "dataset_size": self._num_drawn_from(),
+            "dataset_size": size,
             "expected_batch_size": self._expected_batch_size,
             "num_steps": steps,
             "seed": self.privacy.noise_seed,

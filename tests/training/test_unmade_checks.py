@@ -444,14 +444,16 @@ def test_a_free_tensor_in_a_loss_that_is_handed_over_is_refused() -> None:
 class Bag(nn.Module):
     """The mean of the words' vectors; `masks` says whether padding is left out."""
 
-    def __init__(self, masks: bool) -> None:
+    def __init__(self, masks: bool, scale: float) -> None:
         super().__init__()
+        self.scale = scale
         self.words, self.head, self.masks = nn.Embedding(20, 8), nn.Linear(8, 3), masks
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.words(ids)
         counts = (ids > 0).float() if self.masks else torch.ones_like(ids, dtype=torch.float)
-        return self.head((h * counts[..., None]).sum(1) / counts.sum(1, keepdim=True))
+        mean = (h * counts[..., None]).sum(1) / counts.sum(1, keepdim=True)
+        return self.scale * self.head(mean)
 
 
 def padded(samples: list[Any]) -> Any:
@@ -460,12 +462,14 @@ def padded(samples: list[Any]) -> Any:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), labels
 
 
+# With a small scale, losses hardly change, as those of a model at its start; gradients do.
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("masks", [True, False])
-def test_padding_that_is_not_masked_is_found_in_ones_own_loop(masks: bool) -> None:
+def test_padding_that_is_not_masked_is_found_in_ones_own_loop(masks: bool, scale: float) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch.x), batch.y, reduction="none")
 
-    model = Bag(masks)
+    model = Bag(masks, scale)
     private = start(model, loss=loss)
     if masks:
         run(private, RaggedWords(), collate=padded)

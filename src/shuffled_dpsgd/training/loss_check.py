@@ -211,7 +211,8 @@ class LossExchange:
             batch = collate(copy.deepcopy([samples[place] for place in order]))
             return self._observe(to_device(shaped(batch), device), kept, gradients)
 
-        with self._on_loan():
+        # In evaluation mode, cuDNN's recurrent layers have no backward.
+        with self._on_loan(), torch.backends.cudnn.flags(enabled=False):
             self._model.eval()
             states = RandomStates.of_model(self._model)
             observe(rows, rows, False)
@@ -225,7 +226,7 @@ class LossExchange:
                     sources=rows,
                     states=states,
                     tolerance=tolerance_for(self._model),
-                    gradients=False,
+                    gradients=self._with_gradients,
                 )
                 for _ in range(_TRIALS)
             )

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from distributed import replicas
+from distributed.collectives import Collectives
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, spread, two_by_two, whole
 from distributed.split_layers import block_case
@@ -539,21 +540,6 @@ class FunctionalCollectives(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # What it becomes is seen here afterwards.
         self.count += func.namespace == "_c10d_functional"
-        return func(*args, **(kwargs or {}))
-
-
-class Collectives(TorchDispatchMode):
-    """Every collective of this process, FSDP's too: its name, and the bytes it hands in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            given = [leaf for leaf in tree_leaves(args[1:2]) if isinstance(leaf, torch.Tensor)]
-            given = given or [x for x in tree_leaves(args[:1]) if isinstance(x, torch.Tensor)]
-            self.seen.append((func._schema.name, sum(tensor.nbytes for tensor in given)))
         return func(*args, **(kwargs or {}))
 
 

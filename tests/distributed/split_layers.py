@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import TensorDataset
 
 from distributed import replicas
+from distributed.collectives import Collectives
 from distributed.sharded_models import split, whole
-from distributed.shards import Collectives
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.runtime.shards import held, spread_like
 from training.cases import CLASSES, Case, FixedSampler, bert_case, make_mlp, mlp_case, run

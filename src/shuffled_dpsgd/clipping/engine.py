@@ -65,7 +65,8 @@ class ClippingEngine:
             kind is always checked. A rate of one checks every batch. Up to the default rate, checks
             at random are made while all checks have taken 0.4 % of the time at most.
         sharding: How the model is spread over ranks, if it is. Every rank must then run as many
-            batches as the others, and the sums are its own rows of the total over all ranks.
+            batches as the others, and the sums are its own rows of the total over all ranks, or
+            its parts of split layers.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.

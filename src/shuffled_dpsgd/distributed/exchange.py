@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.core.clip import sum_dtype
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.distributed.layouts import Numbering, RowPieces
+from shuffled_dpsgd.distributed.layouts import Numbering, RowPieces, row_places
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RefereeError
-from shuffled_dpsgd.runtime.shards import RowSplit, Span, held
+from shuffled_dpsgd.runtime.shards import Span, held
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import AnySharding
@@ -120,11 +120,7 @@ class ShardedSums:
         self._everyone = everyone
         self._shards = shards
         self._copies = copies
-        numbering = Numbering(parameters)
-        self._starts: dict[str, Place] = {}
-        for name, shape in numbering.shapes.items():
-            low, _ = RowSplit(rows=shape[0], ranks=shards.size).span(shards.rank)
-            self._starts[name] = numbering.place(name, low * shape[1:].numel())
+        self._starts = row_places(shards, parameters)
         self._among_copies: ReplicatedSums | None = None
         if copies.size > 1:
             rows = {name: held(tensor).detach() for name, tensor in parameters.items()}

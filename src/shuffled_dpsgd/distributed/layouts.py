@@ -59,6 +59,16 @@ class Numbering:
         return Span(low, min(max(stop - first, low), size))
 
 
+def row_places(world: World, parameters: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Where this rank's rows of every parameter lie."""
+    numbering = Numbering(parameters)
+    found = {}
+    for name, shape in numbering.shapes.items():
+        low, _ = RowSplit(rows=(*shape, 1)[0], ranks=world.size).span(world.rank)
+        found[name] = numbering.place(name, low * shape[1:].numel())
+    return found
+
+
 class RowPieces:
     """Tensors of these shapes as one vector of equal pieces, a piece with every rank's rows."""
 

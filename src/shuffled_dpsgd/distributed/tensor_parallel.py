@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.core.clip import sum_dtype
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.distributed.layouts import Numbering, RowPieces
+from shuffled_dpsgd.distributed.layouts import RowPieces, row_places
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
-from shuffled_dpsgd.runtime.shards import RowSplit, SplitLayers, is_sharded
+from shuffled_dpsgd.runtime.shards import SplitLayers, is_sharded
 
 Tensors = dict[str, Tensor]
 # Rounding of a total of squares that is formed in another order.
@@ -107,12 +107,10 @@ class TensorParallelSums:
         self._axes = {name: _axis(p) for name, p in parameters.items()}
         self.parts = {name for name, axis in self._axes.items() if axis is not None}
         self._shapes = {name: p.shape for name, p in parameters.items()}
-        numbering, self._starts = Numbering(parameters), dict[str, Place]()
+        self._starts = row_places(world, parameters)
         # What is sent together: small things, and a large matrix by itself.
         messages: dict[object, list[str]] = {}
         for name, parameter in parameters.items():
-            low = self._rows(name).start * self._shapes[name][1:].numel()
-            self._starts[name] = numbering.place(name, low)
             alone = name if self._axes[name] == 1 else ""
             if self._axes[name] != 0:
                 messages.setdefault((alone, sum_dtype(parameter.dtype)), []).append(name)
@@ -169,10 +167,6 @@ class TensorParallelSums:
     def counts(self, name: str) -> bool:
         """Whether this rank's sum of a parameter is a part of the total."""
         return name in self.parts or self._world.leads
-
-    def _rows(self, name: str) -> slice:
-        count = self._shapes[name][0] if self._shapes[name] else 1
-        return slice(*RowSplit(rows=count, ranks=self._world.size).span(self._world.rank))
 
     def _pieces(self, names: Sequence[str]) -> RowPieces:
         return RowPieces(self._world, [self._shapes[name] or torch.Size([1]) for name in names])

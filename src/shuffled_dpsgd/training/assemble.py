@@ -149,7 +149,7 @@ def make_private(
         loss: The loss, as a function of the model and a batch that returns one loss per record. It
             is tried out on the first batches; without it the card lists it as not checked.
         mesh: The DeviceMesh that fully_shard was given: one axis of ranks that share the weights,
-            or before it one of copies. None: whatever the model lies on.
+            or before it one of copies; or that of parallelize_module. None: the model's.
         seed: Repeatable noise, for experiments: whoever knows the seed can remove it. None: noise
             from the operating system.
         secure: True: refuse a seed. False: require one. By default neither.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
@@ -56,7 +56,7 @@ class Store:
     def find(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a cell, if it was run before.
 
-        One of older code, whose noise was another for the same seed, counts and does not repeat.
+        A result of older code counts too, although its seed drew other noise; it is not run again.
         """
         for name in (cell.file_name, cell.older_name):
             if name not in self._found and (self.directory / name).is_file():
@@ -67,12 +67,10 @@ class Store:
 
     @contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:
-        """Whether the cell is this process's to run: not another's, and without a result yet.
-
-        Folders that were made for the claim go with it, if nothing came of it.
-        """
+        """Whether the cell is this process's to run: not another's, and without a result yet."""
+        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f".{cell.file_name}.claim"
-        with _opened(path) as file:
+        with path.open("a") as file:
             if not _locked(file.fileno(), path):
                 yield False
                 return
@@ -101,28 +99,6 @@ class Store:
         finally:
             temporary.unlink()
         return path
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[str]]:
-    """A file to append to. Folders that are made for it are removed if they end up empty."""
-    made = [folder for folder in path.parents if not folder.exists()]
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a")
-            break
-        except FileNotFoundError:
-            continue  # Another process has just removed the folder that it had made.
-    try:
-        with file:
-            yield file
-    finally:
-        for folder in made:
-            try:
-                folder.rmdir()
-            except OSError:
-                break
 
 
 def _locked(descriptor: int, path: Path) -> bool:

@@ -48,22 +48,6 @@ def _claim_and_die(cell: Cell, folder: Path) -> None:
         os._exit(9 if mine else 1)
 
 
-def test_folders_that_a_claim_made_go_with_it_unless_there_is_a_result(tmp_path: Path) -> None:
-    cell = next(iter(sweep_in(tmp_path).main_cells({})))
-    there, new = tmp_path / "there", tmp_path / "there" / "new" / "results"
-    there.mkdir()
-    with Store(new).claim(cell) as mine:
-        assert mine
-    assert not list(there.iterdir())
-    with Store(new).claim(cell) as mine:
-        assert mine
-        Store(new).add(cell, pretended([])(cell, Tasks()))
-    assert [path.name for path in new.iterdir()] == [cell.file_name]
-    with Store(there).claim(cell) as mine:
-        assert mine
-    assert there.is_dir()
-
-
 def test_a_cell_that_another_command_is_at_is_waited_for(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     first, *others = sweep.main_cells({})

@@ -15,7 +15,7 @@ import torch
 
 from shuffled_dpsgd.core.streams import uniform_keys
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation.spec import Block, PermutationSpec
+from shuffled_dpsgd.permutation.spec import PermutationSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +180,7 @@ def _build(spec: PermutationSpec) -> _Packing:
         base, slot, step = tables[level]
         for where, width in places:
             free[where] = level + 1
-            base[where] = where[:, :1, :].expand_as(where)
+            base[where] = where[:1].expand_as(where)
             slot[where] = slots_of[index][:, None].expand_as(where)
             step[where] = width
     return _Packing(
@@ -192,17 +192,10 @@ def _build(spec: PermutationSpec) -> _Packing:
 
 
 def _places(spec: PermutationSpec, starts: list[int]) -> list[list[tuple[torch.Tensor, int]]]:
-    """For each group, the packed positions that it moves, and the width of its slots there."""
+    """For each group, the packed positions of its slots, one row for each, and a slot's width."""
     found: list[list[tuple[torch.Tensor, int]]] = [[] for _ in spec.groups]
     for start, layout in zip(starts, spec.layouts, strict=True):
         for index, block in layout.pieces:
-            where = start + _positions(block, spec.groups[index].size)
+            where = start + torch.tensor(block.positions(spec.groups[index].size))
             found[index].append((where, block.width))
     return found
-
-
-def _positions(block: Block, size: int) -> torch.Tensor:
-    """Positions owned, of shape repeats x slots x width."""
-    repeats = block.repeat_every * torch.arange(block.repeats)
-    slots = block.width * torch.arange(size)
-    return block.start + repeats[:, None, None] + slots[:, None] + torch.arange(block.width)

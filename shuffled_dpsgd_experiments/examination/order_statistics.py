@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import log_ndtr, ndtri
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -47,7 +48,7 @@ def draw_sums(
     slopes = np.asarray(exponents, dtype=np.float64)
     if dimension <= 2 * kept:
         return _reduce(rng.standard_normal((draws, dimension)), slopes)
-    largest = -_ndtri(_smallest_uniforms(dimension, draws, rng, kept))
+    largest = -ndtri(_smallest_uniforms(dimension, draws, rng, kept))
     tops = _reduce(largest, slopes)
     linear, log = _draw_others(dimension - kept, largest[:, -1], slopes, rng)
     log_exponential = np.logaddexp(tops.log_exponential, log)
@@ -108,22 +109,10 @@ def _correlated(covariance: Array, rng: np.random.Generator) -> Array:
 
 def _log_moment(s: float, upper: Array) -> Array:
     """log E[e^{sz} | z < upper]."""
-    return s * s / 2.0 + _log_ndtr(upper - s) - _log_ndtr(upper)
+    return s * s / 2.0 + log_ndtr(upper - s) - log_ndtr(upper)
 
 
 def _tilted_mean(s: float, upper: Array) -> Array:
     """E[z·e^{sz} | z < upper]/E[e^{sz} | z < upper]: the mean of N(s, 1) below `upper`."""
     z = upper - s
-    return s - np.exp(-0.5 * z * z - 0.5 * math.log(2.0 * math.pi) - _log_ndtr(z))
-
-
-def _log_ndtr(z: Array) -> Array:
-    from scipy.special import log_ndtr
-
-    return log_ndtr(z)
-
-
-def _ndtri(probability: Array) -> Array:
-    from scipy.special import ndtri
-
-    return ndtri(probability)
+    return s - np.exp(-0.5 * z * z - 0.5 * math.log(2.0 * math.pi) - log_ndtr(z))

@@ -285,8 +285,9 @@ def many_sq_norms(
     # Layers with one input, such as queries, keys and values, count as one wider layer.
     layers: dict[int, list[Pair]] = {}
     for x, gs in gradients_of.values():
-        g = gs[0] if len(gs) == 1 else torch.cat(gs, 2)
-        layers.setdefault(len(gs), []).append((x, g))
+        may_join = len(gs) * gs[0].numel() <= MAX_TEMPORARY_ELEMENTS
+        for g in [torch.cat(gs, 2)] if may_join and len(gs) > 1 else gs:
+            layers.setdefault(g.shape[2], []).append((x, g))
     B = len(pairs[0][0])
     batches = [batch for of_one_width in layers.values() for batch in in_batches(of_one_width)]
     found = [norms(x, g, bias) for x, g in batches]

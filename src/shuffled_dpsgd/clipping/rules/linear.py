@@ -87,7 +87,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _lowers_again(slot: LinearSlot) -> bool:
-    """Never asked of a slot by traced code, which would be checked for it in each run."""
+    """Traced code must not read this off the slot: each compiled run would check it again."""
     return not torch.compiler.is_compiling() and slot.lowers_again
 
 
@@ -140,12 +140,13 @@ FEWEST = 4
 def live_positions(g_BTP: Tensor) -> slice | None:
     """From the first to the last position at which some sample has a gradient, if that saves half.
 
-    A classifier that looks at one token gives its last layers a gradient there and nowhere else.
-    The other positions add nothing to norms or sums, but would cost as much as any. Only on a CPU:
-    a GPU would have to be waited for. It depends on the batch alone, never on batches before it: a
-    run that is resumed must round as one that was not interrupted.
+    A classifier that reads one token gives its last layers a gradient at that token only. The other
+    positions add nothing to norms or sums, but cost as much as any. Only on a CPU: on a GPU the
+    host would have to wait for the answer. The slice depends on this batch alone, so that a resumed
+    run rounds as one that was never interrupted.
 
-    One look at the middle tells nearly always that nothing is saved. NaN counts as a gradient.
+    The middle position is looked at first, because a gradient there nearly always means that
+    nothing can be left out. NaN counts as a gradient.
     """
     T = g_BTP.shape[1]
     if g_BTP.device.type != "cpu" or T < FEWEST or g_BTP.numel() == 0:
@@ -161,7 +162,7 @@ def live_positions(g_BTP: Tensor) -> slice | None:
 def without_silence(x_BTD: Tensor, g_BTP: Tensor) -> tuple[Tensor, Tensor]:
     """The same pair without positions that add nothing to g^T x.
 
-    All of them if an input is not finite: its product with a gradient of zero is not zero.
+    Nothing is left out if an input is not finite: infinity times a gradient of zero is not zero.
     """
     live = live_positions(g_BTP)
     if live is None or not math.isfinite(x_BTD.sum()):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredGradients
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of, size_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -23,7 +23,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowSumGrad,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.linear import bias_grads
+from shuffled_dpsgd.clipping.rules.linear import LinearFunction, bias_grads
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -34,42 +34,14 @@ PACKED, QUERY, KEY, VALUE, OUT = range(5)
 PACKED_NAMES = ("in_proj_weight", "in_proj_bias")
 
 
-class ProjectionFunction(torch.autograd.Function):
-    """One projection, recording (which one, input, output gradient)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        part: int,
-        slot: MultiheadAttentionSlot,
-        batch: CapturedBatch,
-        anchor: Tensor,
-    ) -> Tensor:
-        if part in (QUERY, KEY, VALUE):
-            rows = slice(slot.width * (part - QUERY), slot.width * (part - QUERY + 1))
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        if torch.is_autocast_enabled(batch.device):
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        ctx.part, ctx.slot, ctx.batch = part, slot, batch
-        ctx.save_for_backward(x, weight)
-        return no_view(F.linear(x, weight, bias))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        part, slot = ctx.part, ctx.slot
-        anchor = recorder_of(slot).record(ctx.batch, slot, (x, g), part)
-        grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, anchor
-
-
 class ProjectionsSlot(Slot):
     """A layer of several linear maps, numbered as `part`, each with its weight and its bias."""
 
     fixed_backend = None
+    # What `LinearFunction` asks of a slot; see `LinearSlot`.
+    rows_of_zeros = 0
+    keeps_input = True
+    lowers_again = False
 
     @abstractmethod
     def names_of(self, part: int) -> tuple[str, str]:
@@ -198,14 +170,18 @@ class MultiheadAttentionSlot(ProjectionsSlot):
         return [x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected]
 
     def _project(self, x: Tensor, part: int, batch: CapturedBatch) -> Tensor:
-        if torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64:
+        lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
+        if lower:
             x = x.to(torch.get_autocast_dtype(batch.device))
-        if part == OUT:
-            weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
-        else:
-            weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
+        weight: Tensor = self.layer.out_proj.weight if part == OUT else self.layer.in_proj_weight
+        bias: Tensor | None = self.layer.out_proj.bias if part == OUT else self.layer.in_proj_bias
+        if part in (QUERY, KEY, VALUE):
+            rows = slice(self.width * (part - QUERY), self.width * (part - QUERY + 1))
+            weight = weight.detach()[rows]
+            bias = None if bias is None else bias.detach()[rows]
         anchor = recorder_of(self).anchor
-        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, anchor))
+        out = LinearFunction.apply(x, weight, bias, part, lower, self, batch, anchor)
+        return cast(Tensor, out)
 
     def names_of(self, part: int) -> tuple[str, str]:
         return ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES

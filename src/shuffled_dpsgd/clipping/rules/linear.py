@@ -35,6 +35,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+    from shuffled_dpsgd.clipping.rules.attention import ProjectionsSlot
 
 
 _ROW_BLOCK = 128
@@ -43,7 +44,10 @@ _MIN_PADDED_ROWS = 4096
 
 
 class LinearFunction(torch.autograd.Function):
-    """F.linear whose backward computes the input's gradient and records (input, gradient)."""
+    """F.linear whose backward computes the input's gradient and records (input, gradient).
+
+    `part` is the number of the map in a slot of several, and 0 in others.
+    """
 
     @staticmethod
     def forward(
@@ -51,17 +55,18 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        part: int,
         lower: bool,
-        slot: LinearSlot,
+        slot: LinearSlot | ProjectionsSlot,
         batch: CapturedBatch,
         anchor: Tensor,
     ) -> Tensor:
         outputs, kept = weight.shape[0], weight
         if lower:
-            rows = slot.padded_outputs - outputs
+            rows = slot.rows_of_zeros
             weight = lowered(weight, x.dtype, rows)
             bias = None if bias is None else lowered(bias, x.dtype, rows)
-        ctx.slot, ctx.batch = slot, batch
+        ctx.part, ctx.slot, ctx.batch = part, slot, batch
         kept = kept if _lowers_again(slot) else weight
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
         if weight.shape[0] == outputs:
@@ -75,18 +80,18 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         if weight.dtype is not g.dtype:
-            weight = lowered(weight, g.dtype, ctx.slot.padded_outputs - weight.shape[0])
+            weight = lowered(weight, g.dtype, ctx.slot.rows_of_zeros)
         g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
             g = _padded(g, weight.shape[0])
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
-        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept))
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept), ctx.part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, anchor
+        return grad_x, *[None] * 6, anchor
 
 
-def _lowers_again(slot: LinearSlot) -> bool:
+def _lowers_again(slot: LinearSlot | ProjectionsSlot) -> bool:
     """Traced code must not read this off the slot: each compiled run would check it again."""
     return not torch.compiler.is_compiling() and slot.lowers_again
 
@@ -186,7 +191,7 @@ def run_linear(slot: LinearSlot, x: Tensor, *, transposed: bool = False) -> Tens
     listens = listens and not (lower and slot.lowers_again)
     if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
-    out = LinearFunction.apply(x, weight, bias, lower, slot, batch, recorder.anchor)
+    out = LinearFunction.apply(x, weight, bias, 0, lower, slot, batch, recorder.anchor)
     return cast(Tensor, out)
 
 
@@ -207,9 +212,9 @@ class LinearSlot(Slot):
         self.outputs = weight.shape[1 if self.transposed else 0]
         # Matrix products of odd size run several times slower on tensor cores. So half-precision
         # copies of such a weight (a vocabulary of 50,257) get rows of zeros added.
-        self.padded_outputs = self.outputs
+        self.rows_of_zeros = 0
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
-            self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
+            self.rows_of_zeros = -self.outputs % _ROW_BLOCK
         # The backend of the latest call, and of which inputs it holds.
         self._backend = cost.NormMethod.GRAM
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
@@ -221,9 +226,8 @@ class LinearSlot(Slot):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
     ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
-        rows = self.padded_outputs - self.outputs
-        weight = lowered(weight.detach(), x.dtype, rows)
-        bias = None if bias is None else lowered(bias.detach(), x.dtype, rows)
+        weight = lowered(weight.detach(), x.dtype, self.rows_of_zeros)
+        bias = None if bias is None else lowered(bias.detach(), x.dtype, self.rows_of_zeros)
         out = F.linear(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.

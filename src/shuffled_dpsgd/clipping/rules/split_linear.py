@@ -32,7 +32,8 @@ class SplitLinearSlot(LinearSlot):
         if not self._by_outputs and self._mesh.get_local_rank() > 0:
             self.bias_name = None
         self._hold()
-        self.outputs = self.padded_outputs = cast(Tensor, self.parameters["weight"]).shape[0]
+        self.outputs = cast(Tensor, self.parameters["weight"]).shape[0]
+        self.rows_of_zeros = 0
 
     def forward(self, input: Tensor) -> Tensor:
         # The first import takes long, and only such a model has made it already.

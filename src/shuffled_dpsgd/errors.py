@@ -113,8 +113,8 @@ class MissingExtraError(ShuffledDPError, ImportError):
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{package} is needed for {purpose}; `pip install {package}`, or in a clone of "
-            f"shuffled-dpsgd `pip install -e '.[{extra}]'`, which has all of its kind"
+            f"{package} is needed for {purpose}: `pip install {package}`, or `pip install -e "
+            f"'.[{extra}]'` in a clone of shuffled-dpsgd"
         )
 
 

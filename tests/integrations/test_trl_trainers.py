@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import json
+import sys
 import types
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,7 +31,7 @@ from integrations.tiny_llms import (
     trl,
 )
 from shuffled_dpsgd.core.clip import PlainClipping
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.training.saved_card import read_card
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -304,6 +305,20 @@ def test_adapters_that_cannot_be_clipped_are_refused_before_training(tmp_path: P
     prompt = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(InvalidArgumentError, match="PROMPT_TUNING"):
         sft(tmp_path, peft_config=prompt)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("trl", "trl"), ("transformers", "hf")])
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    from shuffled_dpsgd import integrations
+
+    for home in ("trl_trainers", "hf_trainer"):
+        monkeypatch.delitem(sys.modules, f"shuffled_dpsgd.integrations.{home}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    name = "DPSFTTrainer" if package == "trl" else "DPTrainer"
+    with pytest.raises(MissingExtraError, match=rf"{package} is needed for {name}: .*\[{extra}\]"):
+        getattr(integrations, name)
 
 
 def test_what_must_differ_is_said_once_and_the_callers_arguments_stay(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shuffled_dpsgd.errors import MissingExtraError
 from shuffled_dpsgd.options import Budget, help_of
 from shuffled_dpsgd.options.other_names import answers_other_names
 
@@ -21,6 +22,7 @@ _HOMES = {
     "DPSFTTrainer": "trl_trainers",
     "DPDPOTrainer": "trl_trainers",
 }
+_EXTRAS = {"transformers": "hf", "trl": "trl"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,5 +49,11 @@ setattr(PrivacyArguments, "__init__", answers_other_names(PrivacyArguments.__ini
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            extra = _EXTRAS[error.name]
+            raise MissingExtraError(error.name, extra=extra, purpose=name) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

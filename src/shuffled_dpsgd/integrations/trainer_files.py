@@ -56,7 +56,7 @@ def save_private_part(
 ) -> None:
     """Put what a private run needs to go on into one of the Trainer's checkpoints.
 
-    The Trainer's own file has every tensor, but with adapters, or where it saves nothing else.
+    Weights go in as well where the Trainer's own file lacks some, as with adapters, or is alone.
     """
     model: nn.Module = private.model
     whole = isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")

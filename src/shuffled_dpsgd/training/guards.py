@@ -22,7 +22,7 @@ DIVERGENCE_ADVICE = (
 _SMALLEST_SCALE = 2.0**8
 _NO_SCALES = (
     "leave out accumulation steps and loss scalers (logical batches are split for you, and "
-    "bfloat16 needs no scaler), or scale clip_norm alike"
+    "bfloat16 needs no scaler), or scale clip_norm by the same factor"
 )
 
 UNSEEN_LOSSES = (
@@ -108,7 +108,7 @@ def check_scale(factor: float, of: str, *, may_be_mean: bool) -> None:
             remedy=f"call private.backward(losses), or declare loss_reduction='mean'; {_NO_SCALES}",
         )
     if is_scaled and not may_be_mean:
-        said = f"losses are {verb} before the clip, and nothing undoes it: {_NO_SCALES}"
+        said = f"losses are {verb} before the clip, which bounds the scaled gradients: {_NO_SCALES}"
         warn_caller(said)
     elif not of and not may_be_mean:
         say_once(UNSEEN_LOSSES)

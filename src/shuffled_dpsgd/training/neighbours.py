@@ -141,9 +141,9 @@ class NeighbourTests:
     def _check_loss(self, drawn: PhysicalBatch, batch: Any, up_to: int) -> None:
         if self._loss is None:
             say_once(
-                "the loss is not checked: pass loss=, a function of the model and a batch that "
-                "returns one loss per record, to make_private, and it is tried out on the first "
-                "batches; the card lists it as not checked"
+                "the loss is not checked: pass make_private(loss=f), where f(model, batch) returns "
+                "one loss per record, and the first batches are used to try it out; the card lists "
+                "it as not checked"
             )
         elif not self._run.keeps_in_step:
             self._loss.turns.up_to = up_to

@@ -52,7 +52,7 @@ def usable_symmetries(
     spec = symmetries_of(model, options)
     if options.shuffle != "auto" or spec is None:
         return spec
-    why_not = "" if spec.groups else "no exact symmetry is known of those that are trained"
+    why_not = "" if spec.groups else "no exact symmetry of the trained ones is known"
     try:
         check_optimizer(optimizer, shuffled=True)
     except InvalidArgumentError as error:

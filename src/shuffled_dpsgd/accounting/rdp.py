@@ -28,6 +28,8 @@ FRACTIONAL_ORDERS = tuple(1.0 + step / 20.0 for step in range(1, 20)) + tuple(
 )
 WHOLE_ORDERS = tuple(sorted({*range(2, 129), *np.geomspace(128, 30_000, 60).astype(int).tolist()}))
 ORDERS: Array = np.array([*FRACTIONAL_ORDERS, *WHOLE_ORDERS])
+# Rounding in one step's D_α is smaller (a test compares with mpmath), and so D_α never too small.
+ROUNDING = 1e-13
 
 
 def refuse_special(run: SampledGaussian) -> None:
@@ -50,10 +52,10 @@ def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def divergences(noise: float, sampling_prob: float) -> Array:
-    """D_α of one step, at every one of `ORDERS`."""
+    """D_α of one step, at every one of `ORDERS`, and what rounding may have lost."""
     fractional = divergences_of(sampled_gaussian(noise, sampling_prob), FRACTIONAL_ORDERS)
     whole = [_log_moment(order, noise, sampling_prob) / (order - 1.0) for order in WHOLE_ORDERS]
-    return np.concatenate([fractional, whole])
+    return np.maximum(np.concatenate([fractional, whole]), 0.0) + ROUNDING
 
 
 def sampled_gaussian(noise: float, sampling_prob: float) -> Any:

@@ -61,12 +61,7 @@ from shuffled_dpsgd.integrations.trainer_parts import (
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.notices import warn_caller
-from shuffled_dpsgd.training import (
-    PrivacyCard,
-    PrivateTraining,
-    SpendingCurve,
-    assemble,
-)
+from shuffled_dpsgd.training import PrivacyCard, PrivateTraining, SpendingCurve, assemble
 from shuffled_dpsgd.training.drawn_batches import BatchStream
 from shuffled_dpsgd.training.kinds import check_adapters
 from shuffled_dpsgd.training.planning import large_delta
@@ -117,7 +112,7 @@ class DPTrainer(Trainer):
         self._resuming = False
         super().__init__(model=model, args=args, **options)
         if self.model is not model:
-            # A base class of another library has loaded it, or wrapped it in adapters.
+            # TRL's trainer has loaded it, or wrapped it in adapters.
             self._check_model(self.model)
         check_accelerator(self.accelerator)
         # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over
@@ -138,18 +133,20 @@ class DPTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the end of the plan, then write the privacy card beside the model.
 
-        What a callback ends early is released as it is: this trainer takes no further step.
+        A run that a callback ends early is released as it is, and cannot be continued.
         """
         if self.private is not None:
             raise BudgetExhaustedError(
                 "this trainer has trained already; another run spends privacy of its own: "
                 "make a new trainer with a new output_dir"
             )
+        data = self.eval_dataset
+        heldout = data if isinstance(data, dict) else {} if data is None else {"": data}
         check_deciders(
             self.args,
             self.callback_handler.callbacks,
             self._taken_by_model(self.train_dataset),
-            {name: self._taken_by_model(part) for name, part in self._heldout().items()},
+            {name: self._taken_by_model(part) for name, part in heldout.items()},
         )
         self._resuming = bool(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -387,10 +384,6 @@ class DPTrainer(Trainer):
                 "card", expected="a call of train() first", got="no private run yet"
             )
         return self.private
-
-    def _heldout(self) -> dict[str, Any]:
-        data = self.eval_dataset
-        return data if isinstance(data, dict) else {} if data is None else {"": data}
 
     def _taken_by_model(self, data: Any) -> Any:
         if not hasattr(data, "column_names"):

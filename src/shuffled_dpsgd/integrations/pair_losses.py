@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from shuffled_dpsgd.integrations.per_sample_loss import (
-    IGNORED_LABEL,
-    following,
-    loss_of_tokens,
-)
+from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, following, loss_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ class OneOfTwo:
     ranks = 2
     modules: tuple[nn.Module, ...] = ()
     computed_in: frozenset[torch.dtype] = frozenset()
+    split = None
 
     def __init__(self) -> None:
         self.scattered: list[dict[str, torch.Size]] = []

@@ -155,29 +155,16 @@ class ManyLayers:
     def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool = False) -> None:
         """Add the weighted sums to `sums`, which hold nothing, not even zeros, if `new`."""
         rounds = list(_rounds(self._parts, OuterGrad))
-        matrices = {name for name, _ in rounds[0]} if rounds else set()
-        written = matrices | self._linear_names
-        stored: dict[str, DenseGrad] = {}
-        for name, part in self._parts:
-            if isinstance(part, DenseGrad) and name not in written and not _is_small(part):
-                stored.setdefault(name, part)
-        written |= stored.keys()
-        if new:
-            # Matrices and their biases are written rather than filled with zeros and added to, and
-            # so are parameters with large stored gradients.
-            others = [total for name, total in sums.items() if name not in written]
-            if others:
-                torch._foreach_zero_(others)
+        written = self._linear_names | {name for outers in rounds[:1] for name, _ in outers}
+        others = [total for name, total in sums.items() if name not in written]
+        if new and others:
+            # Matrices and their biases are overwritten instead.
+            torch._foreach_zero_(others)
         _add_matrices(rounds[:1], factors_B, sums, new)
         for run in self._linear:
             run.add_sums(factors_B, sums, new)
-        plain.add_weighted_row_sums(
-            [_flat(part.grads_BS).unsqueeze(1) for part in stored.values()],
-            factors_B,
-            [_vector(sums[name]) for name in stored],
-            accumulate=not new,
-        )
-        _add_others([part for part in self._parts if part[0] not in written], factors_B, sums)
+        _add_matrices(rounds[1:], factors_B, sums, False)
+        _add_others(self._parts, factors_B, sums)
         for slots, sums_LBCD in self._norm_runs:
             _add_norm_run(slots, sums_LBCD, factors_B, sums)
         if self._side_by_side_BN is not None:
@@ -185,11 +172,6 @@ class ManyLayers:
             targets = [_vector(sums[name]) for name, _ in self._small]
             sizes = [target.numel() for target in targets]
             torch._foreach_add_(targets, list(total_N.split(sizes)))
-        _add_matrices(rounds[1:], factors_B, sums, False)
-        # The rest of what a matrix gets, such as the rows of a table that is also a head.
-        taken = {id(part) for part in stored.values()}
-        rest = [(name, part) for name, part in self._parts if name in written]
-        _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
 
 
 def _linear_layer(parts: Sequence[Named]) -> LinearLayer:

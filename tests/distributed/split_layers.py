@@ -70,6 +70,18 @@ PLANS: dict[str, dict[str, type[ParallelStyle]]] = {
         "up": ColwiseParallel,
         "down": RowwiseParallel,
     },
+    "bert": {
+        f"bert.encoder.layer.{layer}.{path}": style
+        for layer in range(2)
+        for path, style in {
+            "attention.self.query": ColwiseParallel,
+            "attention.self.key": ColwiseParallel,
+            "attention.self.value": ColwiseParallel,
+            "attention.output.dense": RowwiseParallel,
+            "intermediate.dense": ColwiseParallel,
+            "output.dense": RowwiseParallel,
+        }.items()
+    },
 }
 
 
@@ -83,6 +95,7 @@ def block_case(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Case
 CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "mlp": mlp_case,
     "block": block_case,
+    "bert": bert_case,
     "block with dropout": partial(block_case, dropout=0.2),
 }
 
@@ -115,6 +128,23 @@ def trained(name: str, *, splits: bool, **changes: Any) -> dict[str, Any]:
         "shuffle": private.plan.shuffle,
         "held": sum(held(p).numel() for p in private.model.parameters()),
     }
+
+
+def other_loops(splits: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Padded batches, means as losses and half precision: the weights after uneven steps."""
+    found = {}
+    for kind in ("padded", "mean", "half"):
+        case = case_of("block", torch.float32 if kind == "half" else torch.float64, splits=splits)
+        reduction = "mean" if kind == "mean" else "sum"
+        private = replicas.start(case, shuffle="off", check_rate=1.0, loss_reduction=reduction)
+        for batch in private.batches(case.data, pad_batches=kind == "padded"):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "half"):
+                losses = case.loss(private.model, batch)
+            private.backward(losses.mean() if kind == "mean" else losses)
+            private.step()
+        found[kind] = {name: whole(p) for name, p in private.model.named_parameters()}
+        private.close()
+    return found
 
 
 def faulty(name: str, fault: str) -> dict[str, Any]:

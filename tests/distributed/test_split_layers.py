@@ -12,7 +12,7 @@ from distributed.launching import Launcher
 HERE = "distributed.split_layers"
 
 
-@pytest.mark.parametrize("name", ["mlp", "block"])
+@pytest.mark.parametrize("name", ["mlp", "block", pytest.param("bert", marks=pytest.mark.slow)])
 def test_split_layers_change_nothing(launcher: Launcher, name: str) -> None:
     """Empty, uneven and full batches, clips and noise: float64, to 1e-9."""
     (alone,) = launcher.run(HERE, "trained", ranks=1, name=name, splits=False, shuffle="off")
@@ -33,6 +33,15 @@ def test_split_layers_change_nothing(launcher: Launcher, name: str) -> None:
         assert one["checked"] > 0
         assert not any("(make_private was given no loss=)" in each for each in one["assumed"])
         assert one["held"] < alone["held"]
+
+
+@pytest.mark.slow
+def test_padded_batches_means_and_half_precision(launcher: Launcher) -> None:
+    (alone,) = launcher.run(HERE, "other_loops", ranks=1, splits=False)
+    for one in launcher.run(HERE, "other_loops", ranks=4, splits=True):
+        for kind, room in {"padded": 1e-9, "mean": 1e-9, "half": 2e-2}.items():
+            for name, tensor in alone[kind].items():
+                assert torch.allclose(one[kind][name], tensor, rtol=room, atol=room), (kind, name)
 
 
 def test_every_rank_draws_the_noise_of_its_part(launcher: Launcher) -> None:

@@ -128,3 +128,7 @@ class RowSumGrad:
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self._stored().view(-1, *shape)
+
+    def add_sum(self, factors_B: Tensor, out: Tensor) -> None:
+        """Add the factor-weighted sum over the batch; a factor of zero adds zero."""
+        plain.weighted_row_sum(self.grad_BTP, factors_B, out.view(-1))

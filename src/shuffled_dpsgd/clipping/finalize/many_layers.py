@@ -1,9 +1,8 @@
 """Norms and sums of many layers at once, when a whole backward is there to be finalized.
 
-A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
-Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
-launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
-to its group.
+What slows a GPU down here is less the arithmetic than the number of launches, and a Transformer
+repeats its few layer shapes dozens of times. So linear layers of one shape share a launch, and all
+small per-sample gradients are put side by side. Everything else is computed group by group.
 
 Shapes: B samples, T positions, D inputs, P outputs, N coordinates of all small per-sample gradients
 together.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +32,6 @@ from shuffled_dpsgd.clipping.kernels import linear_maps, plain
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
 NormRun = tuple[Sequence[Slot], Tensor]
-Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
 _LINEAR_NORMS = {
     cost.NormMethod.GRAM: linear_maps.gram_sq_norm_sums,
@@ -154,7 +151,7 @@ class ManyLayers:
 
     def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool = False) -> None:
         """Add the weighted sums to `sums`, which hold nothing, not even zeros, if `new`."""
-        rounds = list(_rounds(self._parts, OuterGrad))
+        rounds = list(_rounds(self._parts))
         written = self._linear_names | {name for outers in rounds[:1] for name, _ in outers}
         others = [total for name, total in sums.items() if name not in written]
         if new and others:
@@ -164,7 +161,9 @@ class ManyLayers:
         for run in self._linear:
             run.add_sums(factors_B, sums, new)
         _add_matrices(rounds[1:], factors_B, sums, False)
-        _add_others(self._parts, factors_B, sums)
+        for name, part in self._parts:
+            if isinstance(part, RowSumGrad | RowsGrad | DenseGrad):
+                part.add_sum(factors_B, sums[name])
         for slots, sums_LBCD in self._norm_runs:
             _add_norm_run(slots, sums_LBCD, factors_B, sums)
         if self._side_by_side_BN is not None:
@@ -203,15 +202,15 @@ def _add_matrices(
         linear_maps.add_weighted_outer_sums(pairs, factors_B, outs, accumulate=not new)
 
 
-def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:
-    """The parts of one kind, so dealt out that no parameter comes twice in a round.
+def _rounds(parts: Iterable[Named]) -> Iterator[list[tuple[str, OuterGrad]]]:
+    """The matrices among the parts, so dealt out that no parameter comes twice in a round.
 
     Layers of one round are summed by one launch, whose programs must not meet in an output.
     """
-    left = [(name, part) for name, part in parts if isinstance(part, kind)]
+    left = [(name, part) for name, part in parts if isinstance(part, OuterGrad)]
     while left:
-        taken: dict[str, Kind] = {}
-        later: list[tuple[str, Kind]] = []
+        taken: dict[str, OuterGrad] = {}
+        later: list[tuple[str, OuterGrad]] = []
         for name, part in left:
             if name in taken:
                 later.append((name, part))
@@ -219,19 +218,6 @@ def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str
                 taken[name] = part
         yield list(taken.items())
         left = later
-
-
-def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
-    """Add whatever is no matrix product."""
-    for biases in _rounds(parts, RowSumGrad):
-        plain.add_weighted_row_sums(
-            [part.grad_BTP for _, part in biases],
-            factors_B,
-            [_vector(sums[name]) for name, _ in biases],
-        )
-    for name, part in parts:
-        if isinstance(part, RowsGrad | DenseGrad):
-            part.add_sum(factors_B, sums[name])
 
 
 def _add_norm_run(

@@ -8,7 +8,8 @@ import pytest
 
 from shuffled_dpsgd.reports import StepRecord
 from shuffled_dpsgd.tasks.diagnosis import FIRST_LOOK, diagnose
-from shuffled_dpsgd.training import PrivacyOptions, PrivacyPlan, make_plan
+from shuffled_dpsgd.training import PrivacyOptions, PrivacyPlan, make_plan, metrics
+from shuffled_dpsgd.training.metrics import Unnoised
 
 
 @pytest.fixture
@@ -85,3 +86,18 @@ def test_a_single_class_under_a_small_clip_is_told_of_a_larger_one(plan: Privacy
     assert "a clip norm of about 3 instead of 1" in finding.advice
     (other,) = diagnose(records(heldout_score=0.5, predicted_classes=1), plan)
     assert "clip norm" not in other.advice
+
+
+def test_looking_at_a_run_is_no_decision_by_its_metrics(
+    plan: PrivacyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics, "say_once", said.append)
+    loss, swamped = (lambda step: Unnoised(0.7 + 0.05 * step)), Unnoised(0.016)
+    bad = {"loss": loss, "signal_to_noise": swamped, "heldout_score": 0.5}
+    far = {"clipped_share": Unnoised(1.0), "median_norm": Unnoised(40.0)}
+    kinds = {each.kind for each in diagnose(records(**bad, **far), plan)}
+    assert kinds == {"noise", "loss", "majority", "clipped"}
+    assert said == []
+    assert swamped < 1.0
+    assert len(said) == 1

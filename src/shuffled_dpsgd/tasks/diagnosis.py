@@ -14,6 +14,7 @@ from typing import Literal
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.reports import StepRecord
+from shuffled_dpsgd.training.metrics import plain
 from shuffled_dpsgd.training.prospect import prospect_of
 
 FIRST_LOOK = 10
@@ -149,4 +150,4 @@ def _typical_norm(records: Sequence[StepRecord]) -> float | None:
 
 
 def _values(records: Sequence[StepRecord], name: str) -> list[float]:
-    return [value for r in records if (value := getattr(r, name)) is not None]
+    return [plain(value) for r in records if (value := getattr(r, name)) is not None]

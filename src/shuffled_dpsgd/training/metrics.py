@@ -69,6 +69,15 @@ for _name in ("neg", "pos", "abs", "round"):
     setattr(Unnoised, f"__{_name}__", _keeping(getattr(float, f"__{_name}__")))
 
 
+def plain(number: float) -> float:
+    """The number without its guard, for code that shows something and decides nothing.
+
+    >>> type(plain(Unnoised(0.25))).__name__
+    'float'
+    """
+    return float.__pos__(number)
+
+
 class UnnoisedTensor(torch.Tensor):
     """The same for a tensor, and for tensors computed from it; `tolist` gives plain numbers."""
 

@@ -191,6 +191,31 @@ def test_one_broken_item_of_all_is_found_under_any_random_numbers() -> None:
             check_records_alone(data, [3, 60], random.Random(seed), [], thorough=True)
 
 
+class Plain(list[Any]):
+    """A list with a method of its own."""
+
+    def length(self, index: int) -> int:
+        return len(self[index])
+
+
+class Mixing(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return (super().__getitem__(index) + super().__getitem__(random.randrange(len(self)))) / 2
+
+
+class InBulk(list[Any]):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [sum(self) / len(self) for _ in indices]
+
+
+def test_an_item_of_a_list_is_its_place_if_the_list_loads_as_lists_do() -> None:
+    rows = [torch.full((3,), float(row)) for row in range(40)]
+    draws = random.Random(0)
+    assert check_records_alone(Plain(rows), [3, 5], draws, [], thorough=True) == ""
+    for other in (Mixing(rows), InBulk(rows)):
+        assert "holds no list" in check_records_alone(other, [3, 5], draws, [], thorough=True)
+
+
 def test_a_transform_inside_a_subset_is_looked_into() -> None:
     data = AROUND["a subset"](mixed_by_a_transform())
     stops_before_the_first_release(start(mlp()), data)

@@ -81,8 +81,10 @@ def check_records_alone(
     Raises:
         InvalidArgumentError: the item of one record changes with another.
     """
-    if type(data) in (list, tuple):
-        return ""  # An item is its place.
+    kind = type(data)
+    if kind.__getitem__ in (list.__getitem__, tuple.__getitem__):
+        if not hasattr(kind, "__getitems__"):
+            return ""  # An item is its place.
     lists = _Lists(data, len(data))
     if not (lists.found and lists.is_whole):
         return _NO_LIST

@@ -82,9 +82,9 @@ def check_records_alone(
         InvalidArgumentError: the item of one record changes with another.
     """
     kind = type(data)
-    if kind.__getitem__ in (list.__getitem__, tuple.__getitem__):
-        if not hasattr(kind, "__getitems__"):
-            return ""  # An item is its place.
+    loads_as_lists = kind.__getitem__ in (list.__getitem__, tuple.__getitem__)
+    if loads_as_lists and not hasattr(kind, "__getitems__"):
+        return ""  # An item is its place.
     lists = _Lists(data, len(data))
     if not (lists.found and lists.is_whole):
         return _NO_LIST

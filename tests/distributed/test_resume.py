@@ -59,6 +59,18 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
         assert not torch.allclose(one["average"], one["weights"], rtol=1e-3)
 
 
+@pytest.mark.parametrize("first", ["split", True])
+def test_split_layers_and_rows_are_not_resumed_as_each_other(
+    launcher: Launcher, tmp_path: Path, first: bool | str
+) -> None:
+    begun = {"directory": str(tmp_path), "num_steps": STEPS, "shuffle": "off"}
+    launcher.run(HERE, "run", stop_after=3, sharded=first, **begun)
+    launcher.start(HERE, "run", sharded=True if first == "split" else "split", **begun)
+    assert launcher.wait() == [1, 1]
+    assert "resume it as it was begun" in launcher.error(0)
+    assert entries(tmp_path) == 3
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     launcher: Launcher, tmp_path: Path
 ) -> None:

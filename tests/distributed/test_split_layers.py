@@ -108,7 +108,7 @@ def test_other_ways_to_split_are_refused_by_name(launcher: Launcher) -> None:
         "batch clip": "batch_clip_norm: expected None where layers are split over ranks",
         "per layer": "clip: expected one factor for a sample where layers are split over ranks",
         "opacus": "method: expected one of ours for a sharded model",
-        "alone": "expected a run whose ranks can run the model by themselves",
+        "alone": "expected a model that a rank can run by itself, got layers split over ranks",
         "between": "expected layers that are not split to compute the same on every rank",
         "by hand": "0: expected an input laid out as R by parallelize_module",
     }

@@ -52,7 +52,7 @@ class TensorParallelModel:
 
     @property
     def leads(self) -> bool:
-        """Whether of gradients that all ranks have this rank's count."""
+        """Whether this rank's gradients count where all ranks have the same."""
         return self._world.leads
 
     @property
@@ -98,8 +98,8 @@ class TensorParallelSums:
 
     A rank makes some rows of every parameter private. A layer split by outputs lies like that
     already. A layer split by inputs is laid in its whole shape, with zeros for the rest, and
-    reduce-scattered; afterwards it is gathered. So is what is not split: of that only rank 0's sums
-    are released, whose norms the clip has counted, whatever the others have.
+    reduce-scattered; afterwards it is gathered. So is what is not split. Of that rank 0's sums are
+    released, and no others, because the clip has counted their norms.
     """
 
     def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:

@@ -156,7 +156,7 @@ class SplitLayers(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether of gradients that all ranks have this rank's count."""
+        """Whether this rank's gradients count where all ranks have the same."""
         ...
 
     def total(self, values: Tensor) -> Tensor:

@@ -624,8 +624,9 @@ class PrivateTraining:
             yield
 
     def _refuse_split(self) -> None:
-        expected = "a run whose ranks can run the model by themselves"
-        require(not self.is_split, "model", expected, "layers split over ranks: call it on all")
+        expected = "a model that a rank can run by itself"
+        remedy = "call the model on all ranks at once"
+        require(not self.is_split, "model", expected, "layers split over ranks", remedy)
 
     # -- the end of a run, and what may be claimed of it -----------------------------------------
 

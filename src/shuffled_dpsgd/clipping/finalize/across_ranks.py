@@ -22,7 +22,7 @@ class AcrossRanks(LayerByLayer):
     """All ranks have the same samples, and each has its part of their gradients.
 
     The squared norms of what is split are added up over ranks before any factor is known. Of what
-    is not split every rank has the whole gradient; the one that leads counts its own.
+    is not split every rank has the whole gradient, and that of one rank counts.
     """
 
     def __init__(self, rule: ClippingRule, split: SplitLayers) -> None:

@@ -99,12 +99,13 @@ def check_scale(factor: float, of: str, *, may_be_mean: bool) -> None:
     scaler = factor >= _SMALLEST_SCALE and math.log2(factor).is_integer()
     is_share = 0.0 < factor < 1.0
     verb = f"divided by {1.0 / factor:g}" if is_share else f"multiplied by {factor:g}"
-    verb = f"{verb}, as by a GradScaler" if scaler else verb if is_scaled else "a mean"
+    verb = f"{verb}, as by a GradScaler" if scaler else verb
+    found = f"losses {verb}" if is_scaled else "a mean"
     if (of == "mean" and (is_scaled or not may_be_mean)) or scaler:
         raise InvalidArgumentError(
             "losses",
             expected="one loss per sample, their sum, or a declared mean",
-            got=f"{verb}, which is clipped at another norm than clip_norm",
+            got=f"{found}, clipped at another norm than clip_norm",
             remedy=f"call private.backward(losses), or declare loss_reduction='mean'; {_NO_SCALES}",
         )
     if is_scaled and not may_be_mean:

@@ -267,6 +267,11 @@ def refusals() -> dict[str, str]:
             model[0].register_parameter(name, nn.Parameter(parts))
         return model
 
+    def compiled() -> nn.Module:
+        model = mlp.make()
+        model.get_submodule("0").compile()
+        return model
+
     between = replace(
         mlp,
         make=lambda: split(Between(), {"up": ColwiseParallel(), "down": RowwiseParallel()}),
@@ -285,6 +290,7 @@ def refusals() -> dict[str, str]:
             lambda: split(nn.Sequential(nn.LayerNorm(6)), {"0": SequenceParallel()})
         ),
         "uneven": attempt(lambda: split(nn.Sequential(nn.Linear(6, 5)), {"0": ColwiseParallel()})),
+        "compiled": attempt(compiled),
         "shuffle": attempt(shuffle="every-step"),
         "paper": attempt(**replicas.PAPER),
         "batch clip": attempt(shuffle="off", batch_clip_norm=1.0),

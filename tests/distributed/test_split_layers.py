@@ -103,6 +103,7 @@ def test_other_ways_to_split_are_refused_by_name(launcher: Launcher) -> None:
         "table": "0: expected a linear layer split evenly by its outputs or its inputs, got Emb",
         "sequence": "0: expected a linear layer split evenly by its outputs or its inputs, got Lay",
         "uneven": "0: expected a linear layer split evenly by its outputs or its inputs, got Lin",
+        "compiled": "0: expected modules that are not compiled, where layers are split over ranks",
         "shuffle": "shuffle: expected 'off' where layers are split over ranks",
         "paper": "shuffle: expected 'off' where layers are split over ranks",
         "batch clip": "batch_clip_norm: expected None where layers are split over ranks",

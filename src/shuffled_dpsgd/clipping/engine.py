@@ -37,6 +37,7 @@ from shuffled_dpsgd.runtime.hooks import put_first
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
 from shuffled_dpsgd.runtime.structure import Structure
+from shuffled_dpsgd.runtime.uncompiled import refuse_compiled_whole
 
 
 class ClippingEngine:
@@ -100,7 +101,7 @@ class ClippingEngine:
         owned = {name: held(p) for name, p in self._parameters.items()}
         if sharding is not None:
             self._parameters = LiveParameters(model)
-            self._refuse_tracing = torch.compiler.disable(refusals.refuse_tracing)
+            self._refuse_tracing = torch.compiler.disable(refuse_compiled_whole)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         refusals.refuse_scripted(model)

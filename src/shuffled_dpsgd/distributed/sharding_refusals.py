@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.shards import RowAxis, is_sharded
+from shuffled_dpsgd.runtime.uncompiled import refuse_compiled_whole
 
 _TENSOR = "layers split by parallelize_module are supported without fully_shard"
 _OTHER_AXES = {
@@ -62,12 +63,7 @@ def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> 
                 remedy="call block.compile() on each block, then fully_shard",
             )
     if getattr(model, "_compiled_call_impl", None) is not None:
-        raise UnsupportedModuleError(
-            "",
-            expected="a sharded model whose blocks are compiled one by one",
-            got="one that is compiled as a whole, which FSDP's hooks cut into pieces",
-            remedy="call block.compile() on each block before fully_shard, not model.compile()",
-        )
+        refuse_compiled_whole()
     _refuse_untied(model)
 
 

@@ -203,6 +203,14 @@ def _refuse_unsupported(
         UnsupportedModuleError: naming the module.
     """
     paths = {id(module): path for path, module in model.named_modules()}
+    for module in model.modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise UnsupportedModuleError(
+                paths[id(module)],
+                expected="modules that are not compiled, where layers are split over ranks",
+                got="torch.compile",
+                remedy="leave it out",
+            )
     for module in modules:
         path, parameters = paths[id(module)], _own(module)
         for own in {cast(Any, p).device_mesh for p in parameters if is_sharded(p)}:

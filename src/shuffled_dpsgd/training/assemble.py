@@ -20,7 +20,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError, require
+from shuffled_dpsgd.errors import InvalidArgumentError, require
 from shuffled_dpsgd.options import (
     Accounting,
     Adjacency,
@@ -37,6 +37,7 @@ from shuffled_dpsgd.options import (
 )
 from shuffled_dpsgd.options.other_names import answers_other_names
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
+from shuffled_dpsgd.runtime.uncompiled import refuse_compiled_whole
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.kinds import check_adapters, check_kinds, refuse_wrappers, uncompiled
 from shuffled_dpsgd.training.launch_check import join_ranks
@@ -301,12 +302,7 @@ def _find_sharding(
     ours = options.method != "opacus"
     require(ours, "method", "one of ours for a sharded model", options.method)
     if compiled:
-        raise UnsupportedModuleError(
-            "",
-            expected="a sharded model whose blocks are compiled one by one",
-            got="torch.compile of the model as a whole, which FSDP's hooks cut into pieces",
-            remedy="call block.compile() on each block before fully_shard, and pass the model",
-        )
+        refuse_compiled_whole()
     agree(
         world,
         {"physical batch size": options.physical_batch_size},

@@ -205,20 +205,6 @@ def refuse_sharded(slots: Iterable[Slot], modules: Sequence[nn.Module]) -> None:
             )
 
 
-def refuse_tracing() -> None:
-    """Refuse a sharded model that is compiled as a whole; called while it is traced.
-
-    Raises:
-        UnsupportedModuleError: always.
-    """
-    raise UnsupportedModuleError(
-        "",
-        expected="a sharded model whose blocks are compiled one by one",
-        got="torch.compile of the model as a whole, which FSDP's hooks cut into pieces",
-        remedy="call block.compile() on each block before fully_shard, and the model as it is",
-    )
-
-
 def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that were frozen when the slots were built and no longer are.
 

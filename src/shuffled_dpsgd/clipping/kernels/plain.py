@@ -19,7 +19,7 @@ from torch import Tensor
 MAX_TEMPORARY_ELEMENTS = 1 << 25
 # Small layers of one shape are computed together, up to this many elements of both sides.
 SMALL_ELEMENTS = 1 << 18
-# Features whose products tensor cores add up at a stretch.
+# Tensor cores sum this many features in one product; wider rows are cut into such shares.
 SHARE = 4096
 # Head room, in units in the last place, for the rounding of sums.
 ROUNDING_ULPS = 2.0
@@ -131,7 +131,7 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
 def reach(
     x_BTD: Tensor, g_BTP: Tensor, bias: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """(B,) sum_t |x_t| |g_t|, the length of all terms; a bias sees one more input, which is one."""
+    """(B,) sum_t |x_t| |g_t|, the length of all terms; a bias counts as one more input, of one."""
     wide = accumulator_dtype(x_BTD, g_BTP) if dtype is None else dtype
     x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=wide)
     if bias:
@@ -355,7 +355,7 @@ def stored_cross_terms(
 
 
 def may_hold_zeros(factors_B: Tensor) -> bool:
-    """Whether some factor may be zero. Looks at the tensor only on a CPU, where nothing waits."""
+    """Whether some factor may be zero; on a GPU always, as looking would make the host wait."""
     return factors_B.device.type != "cpu" or not bool(factors_B.all())
 
 

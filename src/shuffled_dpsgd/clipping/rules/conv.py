@@ -98,7 +98,7 @@ class ConvSlot(Slot):
         layer = cast(nn.Conv2d, self.module)
         self.stride, self.dilation = tuple(layer.stride), tuple(layer.dilation)
         self.kernel, self.groups = tuple(layer.kernel_size), layer.groups
-        # All but plain zero padding is done before the convolution, by the operation torch uses.
+        # Other modes, and padding of equal length, are padded first, by torch's own operation.
         self.pads_first = layer.padding_mode != "zeros" or layer.padding == "same"
         self.pad_mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         self.pad_widths = list(layer._reversed_padding_repeated_twice)

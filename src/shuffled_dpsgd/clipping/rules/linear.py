@@ -71,8 +71,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
         if weight.shape[0] == outputs:
             return no_view(F.linear(x, weight, bias))
-        # Cut before the view. With the view in between, a compiler would keep both the outputs and
-        # what the loss makes of them.
+        # Slice before the view: with the view in between, a compiler keeps the padded outputs as
+        # well as what the loss makes of the slice.
         flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, :outputs]
         return flat.view(*x.shape[:-1], outputs)
 
@@ -97,9 +97,9 @@ def _lowers_again(slot: LinearSlot | ProjectionsSlot) -> bool:
 
 
 def _in_rows(g: Tensor) -> Tensor:
-    """In a compiled graph, the gradient row after row, which is how the kernels read captures.
+    """In a compiled graph, a contiguous gradient: the kernels read captures row by row.
 
-    The gradient of attention's keys comes transposed. The product with the weight needs rows too.
+    The gradient of attention's keys comes transposed, and the product with the weight needs rows.
     """
     return g.contiguous() if torch.compiler.is_compiling() else g
 
@@ -138,7 +138,7 @@ def positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, -2)
 
 
-# Of fewer positions none is left out.
+# With fewer positions than this, none is left out.
 FEWEST = 4
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from shuffled_dpsgd.auditing.input_canaries import Extended
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.training.loss_check import LossExchange
 from shuffled_dpsgd.training.record_check import check_records_alone
 from training.cases import vectors
 from training.test_neighbours import (
@@ -507,6 +509,16 @@ def test_padding_that_is_not_masked_is_found_in_ones_own_loop(masks: bool, scale
 
 def plain(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.x), batch.y, reduction="none")
+
+
+@pytest.mark.parametrize("lengths", [(4, 7, 7, 7), (8, 8, 6, 6), (3, 4, 5, 6)])
+def test_padding_is_found_whatever_the_lengths_are(lengths: tuple[int, ...]) -> None:
+    samples = [(list(range(1, length + 1)), length % 3) for length in lengths]
+    for seed in range(20):
+        turns = CheckTurns(1.0, seed=seed)
+        exchange = LossExchange(Bag(False, 1.0), plain, nullcontext, turns=turns)
+        with pytest.raises(InvalidArgumentError, match="mask padding"):
+            exchange.check_padding(samples, padded)
 
 
 def test_a_loss_that_is_not_the_one_handed_over_is_refused() -> None:

@@ -32,7 +32,7 @@ from shuffled_dpsgd.training.label_check import labels_named
 from shuffled_dpsgd.training.record_digest import shapes
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
-_TRIALS = 8
+_TRIALS = 10
 _MOST_ENTRIES = 1 << 12
 # How far the loss trained on may be from the one handed over, relatively: at least, and under
 # autocast, which the two may leave at different places.
@@ -196,7 +196,7 @@ class LossExchange:
                 hook.remove()
 
     def check_padding(self, samples: list[Any], collate: Callable[[list[Any]], Any]) -> None:
-        """Once: collate samples with others anew, in evaluation mode, if that pads them otherwise.
+        """Once: collate two samples that pad each other anew, in evaluation mode.
 
         Raises:
             InvalidArgumentError: a loss changes with the other records.
@@ -205,6 +205,8 @@ class LossExchange:
         if self._has_padded or all(each == alone[0] for each in alone):
             return
         self._has_padded = True
+        # One of them is watched. If it is the shorter, the width changes with the other.
+        samples = [samples[alone.index(each)] for each in (min(alone), max(alone))]
         device, rows = next(self._model.parameters()).device, range(len(samples))
 
         def observe(order: Sequence[int], kept: Sequence[int], gradients: bool) -> Observed:

@@ -28,6 +28,8 @@ from distributed.collectives import Collectives
 from distributed.sharded_models import split, whole
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.runtime.shards import held, spread_like
+from shuffled_dpsgd.training import LoopSettings, train
+from shuffled_dpsgd.training.data import Batch
 from training.cases import CLASSES, Case, FixedSampler, bert_case, make_mlp, mlp_case, run
 
 
@@ -145,6 +147,18 @@ def other_loops(splits: bool) -> dict[str, dict[str, torch.Tensor]]:
         found[kind] = {name: whole(p) for name, p in private.model.named_parameters()}
         private.close()
     return found
+
+
+def augmented(splits: bool) -> dict[str, torch.Tensor]:
+    """A few steps of `train` with noise on the inputs."""
+    case = case_of("mlp", splits=splits)
+    private = replicas.start(case, shuffle="off")
+
+    def blurred(batch: Any, generator: torch.Generator) -> Any:
+        return Batch((batch.x + torch.randn(batch.x.shape, generator=generator), batch.y))
+
+    train(private, case.data, case.loss, settings=LoopSettings(augment=blurred))
+    return {name: whole(p) for name, p in private.model.named_parameters()}
 
 
 def faulty(name: str, fault: str) -> dict[str, Any]:

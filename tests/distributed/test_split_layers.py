@@ -62,6 +62,13 @@ def test_dropout_and_secure_noise(launcher: Launcher, seed: int | None) -> None:
     assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in one["weights"])
 
 
+def test_all_ranks_augment_alike(launcher: Launcher) -> None:
+    (alone,) = launcher.run(HERE, "augmented", ranks=1, splits=False)
+    for one in launcher.run(HERE, "augmented", splits=True):
+        for name, tensor in alone.items():
+            assert torch.allclose(one[name], tensor, rtol=1e-9, atol=1e-9), name
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -196,10 +196,11 @@ def _run(
 def _views(private: PrivateTraining, batches: Iterable[Any], augment: Augment) -> Iterator[Any]:
     """The batches of a run, augmented, each with a generator of its own."""
     seen: Counter[int] = Counter()
-    world = private.world
+    # Ranks that split layers have the same records, and must see them alike.
+    rank, size = (0, 1) if private.is_split else (private.world.rank, private.world.size)
     for batch in batches:
         step = private.steps_taken
-        index = seen[step] * world.size + world.rank
+        index = seen[step] * size + rank
         seen[step] += 1
         yield augment(batch, loader_generator(private.streams, "augmentation", step, index))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, EXPERIMENTS = ROOT / "src" / "shuffled_dpsgd", ROOT / "shuffled_dpsgd_experiments"
 BUDGETS = {  # what: (budget, target)
-    "lines of package and experiments": (53_700, 44_000),
-    "lines of the package": (45_400, 36_000),
+    "lines of package and experiments": (53_500, 44_000),
+    "lines of the package": (45_200, 36_000),
     "files of the package": (300, 340),
     "lines of core": (3_000, 3_000),
     "lines of checks and guards": (3_500, 3_613),

@@ -206,7 +206,7 @@ def test_weighted_sums_can_overwrite_what_is_there() -> None:
     x, g, factors = draw(2, 3, 5), draw(2, 3, 4, seed=1), draw(2, seed=2)
     out, row = torch.full((4, 5), float("nan")).double(), torch.full((4,), float("nan")).double()
     linear_maps.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
-    plain.weighted_row_sum(g, factors, row, accumulate=False)
+    plain.add_weighted_row_sums([g], factors, [row], accumulate=False)
     torch.testing.assert_close(out, torch.einsum("b,bpd->pd", factors, outer(x, g)))
     torch.testing.assert_close(row, torch.einsum("b,btp->p", factors, g))
 

@@ -97,31 +97,34 @@ def add_weighted_outer_sums(
         (out.dtype, out.stride(), None if bias is None else bias.dtype)
         for out, bias in zip(outs, wanted, strict=True)
     ]
-    # Layers whose kernel leaves their biases out.
+    rest: list[int] = []
     rows: list[int] = []
     for run in alike(pairs, labels):
         chosen, targets = [pairs[i] for i in run], [outs[i] for i in run]
         x, g = chosen[0]
         kernel = choices.outer_sums(x.device, x.dtype) if fits_triton_linear(x, g) else None
         TAKEN["weighted sums"].add(kernel or "plain")
-        if kernel == "gluon.weighted_sums" and all(map(_fits_triton_sum, targets)):
+        if kernel is None:
+            rest += run
+        elif not all(_fits_triton_sum(out) for out in targets):
+            _add_through_copies(chosen, factors_B, targets, accumulate)
+            rows += run
+        elif kernel == "gluon.weighted_sums":
             added = [bias for i in run if (bias := wanted[i]) is not None]
             _launch_sums(kernel, chosen, factors_B, targets, accumulate, added)
-            continue
-        rows += run
-        if kernel is None:
-            for (x, g), out in zip(chosen, targets, strict=True):
-                plain.weighted_outer_sum(x, g, factors_B, out, accumulate)
-        elif not all(map(_fits_triton_sum, targets)):
-            _add_through_copies(chosen, factors_B, targets, accumulate)
         else:
             if not targets[0].is_contiguous():
                 # The transpose of a sum is the sum of the pair the other way round.
                 chosen, targets = [(g, x) for x, g in chosen], [out.mT for out in targets]
             _launch_sums(kernel, chosen, factors_B, targets, accumulate)
-    for i in rows:
-        if (bias := wanted[i]) is not None:
-            plain.weighted_row_sum(pairs[i][1], factors_B, bias, accumulate)
+            rows += run
+    plain.add_weighted_outer_sums(
+        [pairs[i] for i in rest], factors_B, [outs[i] for i in rest], accumulate
+    )
+    rows_of = [(pairs[i][1], bias) for i in rest + rows if (bias := wanted[i]) is not None]
+    plain.add_weighted_row_sums(
+        [g for g, _ in rows_of], factors_B, [bias for _, bias in rows_of], accumulate
+    )
 
 
 def _launch_sums(

@@ -387,10 +387,19 @@ def weighted_outer_sum(
     return left @ right if out_PD is None else out_PD.addmm_(left, right, beta=int(accumulate))
 
 
-def weighted_row_sum(
-    g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None, accumulate: bool = True
-) -> Tensor:
-    """sum_b f_b sum_t g_bt, (P,); added to `out_P` if given, or written there to overwrite it.
+def add_weighted_outer_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+) -> None:
+    """Add each pair's sum_b f_b g_b^T x_b to its (P, D) `out`, or overwrite it."""
+    for (x, g), out in zip(pairs, outs, strict=True):
+        weighted_outer_sum(x, g, factors_B, out, accumulate)
+
+
+def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
+    """sum_b f_b sum_t g_bt, (P,); added into `out_P` when that is given.
 
     Positions are added up first, pairwise: one matrix-vector product over everything would add them
     one after the other, and round more.
@@ -400,9 +409,15 @@ def weighted_row_sum(
     factors_B = factors_B.to(wide)
     if may_hold_zeros(factors_B):
         sums_BP = torch.where(factors_B[:, None] == 0, 0.0, sums_BP)
-    if out_P is None:
-        return sums_BP.mT @ factors_B
-    return out_P.addmv_(sums_BP.mT, factors_B, beta=int(accumulate))
+    return sums_BP.mT @ factors_B if out_P is None else out_P.addmv_(sums_BP.mT, factors_B)
+
+
+def add_weighted_row_sums(
+    gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
+) -> None:
+    """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
+    for g, out in zip(gs, outs, strict=True):
+        weighted_row_sum(g, factors_B, out if accumulate else out.zero_())
 
 
 def weighted_embedding_sum(

@@ -202,7 +202,7 @@ class PrivacyOptions(Budget, Schedule):
     mesh: Any = _option(
         None,
         "The DeviceMesh that fully_shard was given: one axis of ranks that share the weights, or "
-        "before it one of copies. None: whatever the model lies on.",
+        "before it one of copies; or that of parallelize_module. None: the model's.",
     )
     seed: int | None = _option(
         None,

@@ -635,6 +635,7 @@ def _on_two_meshes(mesh: DeviceMesh) -> nn.Module:
 
 def refusals() -> dict[str, str]:
     """What cannot be trained is refused by name, on every rank alike."""
+    import bitsandbytes
 
     def attempt(model: nn.Module, **changes: Any) -> str:
         case = Case(make=lambda: model, data=None, loss=CASES["mlp"](torch.float32).loss)
@@ -651,6 +652,9 @@ def refusals() -> dict[str, str]:
     fully_shard(half[0])
     fully_shard(around.inner)
     compiled.compile()
+    quantised = square()
+    quantised[0] = bitsandbytes.nn.Linear8bitLt(4, 4, has_fp16_weights=False)
+    quantised[0].requires_grad_(False)
     optimized = nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4))
     other = square()
     rows = distribute_tensor(other[0].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -675,6 +679,7 @@ def refusals() -> dict[str, str]:
         "untied": attempt(fully_shard(apart)),
         "compiled": attempt(fully_shard(compiled)),
         "wrapped by a compiler": attempt(fully_shard(optimized)),
+        "quantised": attempt(fully_shard(quantised)),
         "unaccounted": attempt(fully_shard(square()), sampling="unaccounted"),
         "opacus": attempt(fully_shard(square()), method="opacus"),
         "inside": attempt(fully_shard(around)),

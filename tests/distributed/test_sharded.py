@@ -224,6 +224,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "untied": "expected tied embedding and head in one group of fully_shard",
         "compiled": "expected a sharded model whose blocks are compiled one by one",
         "wrapped by a compiler": "expected blocks that are compiled in place",
+        "quantised": "0: expected weights that are not quantised, where ranks share their rows",
         "unaccounted": "sampling: expected 'poisson' for a sharded model",
         "opacus": "method: expected one of ours for a sharded model",
         "inside": "expected fully_shard on this module as a whole, or above it",

@@ -16,13 +16,7 @@ from shuffled_dpsgd.runtime.shards import RowAxis, is_sharded
 from shuffled_dpsgd.runtime.uncompiled import refuse_compiled_whole
 
 _TENSOR = "layers split by parallelize_module are supported without fully_shard"
-_OTHER_AXES = {
-    "tp": "tensor",
-    "sp": "sequence",
-    "pp": "pipeline",
-    "cp": "context",
-    "ep": "expert",
-}
+_OTHER_AXES = {"tp": "tensor", "sp": "sequence", "pp": "pipeline", "cp": "context", "ep": "expert"}
 
 
 def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> None:
@@ -55,6 +49,13 @@ def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> 
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             _refuse_options(path, module)
+        if type(module).__module__.startswith("bitsandbytes."):
+            raise UnsupportedModuleError(
+                path,
+                expected="weights that are not quantised, where ranks share their rows",
+                got=f"{type(module).__name__} of bitsandbytes, whose scales are of whole weights",
+                remedy="leave fully_shard out: ranks that have the whole model send adapters alone",
+            )
         if hasattr(module, "_orig_mod"):
             raise UnsupportedModuleError(
                 path,

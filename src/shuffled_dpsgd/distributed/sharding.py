@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_axes, refuse_unsupported
@@ -224,9 +224,4 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     """All floating-point tensors inside, in `dtype`; None without one."""
     if dtype is None:
         return None
-
-    def one(leaf: Any) -> Any:
-        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floats else leaf
-
-    return tree_map(one, value)
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)

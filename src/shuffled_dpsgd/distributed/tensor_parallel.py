@@ -39,9 +39,11 @@ class TensorParallelModel:
     def __init__(self, world: World, model: nn.Module, mesh: Any = None) -> None:
         self._world = self.shards = world
         self.copies = World()
-        self.modules = [m for m in model.modules() if any(map(is_sharded, _own(m)))]
+        self.modules = [
+            m for m in model.modules() if any(map(is_sharded, m.parameters(recurse=False)))
+        ]
         _refuse_unsupported(world, model, self.modules, mesh)
-        parts = {id(p) for module in self.modules for p in _own(module)}
+        parts = {id(p) for module in self.modules for p in module.parameters(recurse=False)}
         names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = frozenset(name for name, p in names.items() if id(p) in parts)
         self.sums = TensorParallelSums(world, names)
@@ -182,10 +184,6 @@ def _square(tensors: Iterable[Tensor]) -> float:
     return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None]
-
-
 def _axis(parameter: Tensor) -> int | None:
     """The axis that a parameter is split along, if it is."""
     if not is_sharded(parameter):
@@ -212,7 +210,7 @@ def _refuse_unsupported(
                 remedy="leave it out",
             )
     for module in modules:
-        path, parameters = paths[id(module)], _own(module)
+        path, parameters = paths[id(module)], [*module.parameters(recurse=False)]
         for own in {cast(Any, p).device_mesh for p in parameters if is_sharded(p)}:
             if own.mesh.tolist() != [*range(world.size)] or mesh not in (None, own):
                 raise UnsupportedModuleError(

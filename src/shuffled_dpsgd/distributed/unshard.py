@@ -215,13 +215,11 @@ def sharded_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[ShardedMod
 
     A weight belongs to the innermost of them around it.
     """
-    names: dict[int, str] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), f"{path}.{key}" if path else key)
-                owners.setdefault(id(parameter), []).append((module, key))
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((module, key))
     inside = {id(module): {id(child) for child in module.modules()} for module in wrapped}
     taken: set[int] = set()
     found: dict[int, list[nn.Parameter]] = {}

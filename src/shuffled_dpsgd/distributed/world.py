@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -379,9 +379,8 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def _store() -> Any:
-    """The key-value store the ranks met at; torch has no public name for it."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return find() if find is not None and dist.is_initialized() else None
+    """The key-value store that the ranks met at."""
+    return cast(Any, dist.group.WORLD).get_group_store() if dist.is_initialized() else None
 
 
 def _failures(rank: int) -> str:

@@ -77,7 +77,7 @@ def start(case: Case, **changes: Any) -> PrivateTraining:
 PAPER = {
     "accounting": "paper",
     "unshuffled_noise_multiplier": 0.8,
-    "batch_clip_norm": 1.5,
+    "batch_clip_norm": 1.2,
     "clip_norm": 1.0,
 }
 

@@ -54,6 +54,7 @@ def test_eight_billion_weights_in_four_bits_fit_in_24_gib() -> None:
     terms = sum(value for name, value in memory.items() if name != "peak_gib")
     assert memory["peak_gib"] == terms <= 0.8 * 24
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert memory.pop("gathered_gib") == 0
     *parts, peak = [f"{value:.1f}" for value in memory.values()]
     told = page.partition("texts at once take")[2].partition(". ")[0]
     assert re.findall(r"\d+\.\d", told) == [peak, *parts]
@@ -64,9 +65,30 @@ def test_eight_billion_weights_in_four_bits_fit_in_24_gib() -> None:
     assert not json.loads(CliRunner().invoke(app, two).stdout)["fits"]
 
 
+def test_adapters_on_several_gpus() -> None:
+    """Top-level keys are those of replicated ranks; quantised weights are not sharded."""
+    asked = ["plan", "--model", "gpt2", "--lora-rank", "8", "--gpus", "16"]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert found["batches_per_rank"] == 1
+    assert 0 < found["exchange_gib"] < found["sharded"]["exchange_gib"]
+    assert found["hybrid"]["memory"]["peak_gib"] > found["sharded"]["memory"]["peak_gib"]
+    assert not found["split"]["supported"]
+    quantised = json.loads(CliRunner().invoke(app, [*asked, "--bits", "8", "--json"]).stdout)
+    assert quantised["exchange_gib"] == found["exchange_gib"]
+    assert quantised["sharded"] == quantised["hybrid"] == {"supported": False}
+    words = " ".join(CliRunner().invoke(app, [*asked, "--bits", "8"]).stdout.split())
+    assert "replicated" in words
+    assert "hybrid" not in words
+    assert "Sharding quantised weights is refused." in words
+
+
 @pytest.mark.parametrize(
     "further",
-    [["--lora-rank", "8", "--gpus", "8"], ["--lora-rank", "8", "--half-weights"], ["--bits", "4"]],
+    [
+        ["--lora-rank", "8", "--records", "9"],
+        ["--lora-rank", "8", "--half-weights"],
+        ["--bits", "4"],
+    ],
 )
 def test_options_that_would_change_nothing_are_refused(further: list[str]) -> None:
     done = CliRunner().invoke(app, ["plan", "--model", "gpt2", *further])

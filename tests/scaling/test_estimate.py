@@ -10,7 +10,13 @@ from torch import nn
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.scaling import GPUS, Job, estimate, largest_batch, shapes_of
-from shuffled_dpsgd.scaling.estimate import USABLE_MEMORY, fewest_gpus, memory_of, weak_scaling
+from shuffled_dpsgd.scaling.estimate import (
+    LINK_SHARE,
+    USABLE_MEMORY,
+    fewest_gpus,
+    memory_of,
+    weak_scaling,
+)
 
 H100 = GPUS["h100"]
 JOB = Job(gpus=4, length=128, logical_batch=1000, records=50_000, physical_batch=64)
@@ -116,6 +122,19 @@ def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:
     assert sixteen.exchange_bytes / sixteen.exchange_seconds == pytest.approx(280e9)
     assert one.compute_seconds == eight.compute_seconds == sixteen.compute_seconds
     assert [e.job.logical_batch for e in (one, eight, sixteen)] == [250, 2000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("rate", "efficiency"), [(35e9, 0.07), (216e9, 0.33), (260e9, 0.37), (280e9, 0.39)]
+)
+def test_what_rates_between_nodes_mean_for_llama(rate: float, efficiency: float) -> None:
+    """A single adapter at 70 %, two rates that eight may have, and the one that is assumed: 64
+    sharded H100s, 1000 samples of 128 tokens, nothing hidden."""
+    shapes = shapes_of(build_model("llama-7b"))
+    job = replace(JOB, gpus=64, strategy="sharded", physical_batch=65)
+    one = estimate(shapes, replace(H100, network=rate / LINK_SHARE), job)
+    busy = one.compute_seconds + one.update_seconds
+    assert busy / one.step_seconds == pytest.approx(efficiency, abs=0.006)
 
 
 def test_smaller_shards_leave_room_for_larger_physical_batches() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from shuffled_dpsgd.cli.output import AsJson, print_json, table, verb
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.scaling import Estimate, Gpu, Job, ModelShapes
+    from shuffled_dpsgd.scaling import AdapterJob, Estimate, Gpu, ModelShapes
     from shuffled_dpsgd.scaling.estimate import Strategy
 
 GIB = 2.0**30
@@ -80,10 +79,13 @@ def plan(
     """Estimate what a private run takes, by a stated cost model fitted to one H200.
 
     Replicated ranks have the whole model each, sharded ones some rows of every parameter, hybrid
-    ones a sharded copy in every node. What ranks exchange was never measured.
+    ones a sharded copy in every node. Layers split over ranks (tensor parallel) are not planned.
+    What ranks exchange was never measured.
     """
+    from rich.console import Console
+
     from shuffled_dpsgd.models import build_model
-    from shuffled_dpsgd.scaling import GPUS, Job, estimate, largest_batch, shapes_of
+    from shuffled_dpsgd.scaling import GPUS, AdapterJob, Job, estimate, largest_batch, shapes_of
     from shuffled_dpsgd.scaling.estimate import MEMORY_ERROR, TIME_ERROR, fewest_gpus, weak_scaling
 
     shapes, kind = shapes_of(build_model(model)), GPUS[gpu]
@@ -101,44 +103,49 @@ def plan(
         raise InvalidArgumentError(
             "--length", expected=f"at most {shapes.length} tokens of {model}", got=job.length
         )
+    console = Console()
+    chosen: dict[str, Any] = {"model": model, "gpu": kind.name}
+    named = f"[bold]{model}[/bold], {shapes.parameters:,} parameters"
+    run = f", on {gpus} × {kind.name}: batches of {batch_size} samples of {job.length} tokens"
+    described: dict[str, dict[str, Any]] = {"split": {"supported": False}}
     if lora_rank is not None:
-        if (gpus, batch_size, records, half) != (1, BATCH_SIZE, RECORDS, False):
+        if (records, half) != (RECORDS, False):
             raise InvalidArgumentError(
                 "--lora-rank",
-                expected="no --gpus, --batch-size, --records or --half-weights beside it",
+                expected="no --records or --half-weights beside it",
                 got="one of them",
-                remedy="adapters are planned on one GPU, and their memory alone",
+                remedy="of adapters, memory and messages are planned, and weights are bfloat16",
             )
-        _plan_adapters(model, shapes, kind, job, physical_batch, lora_rank, bits, as_json=as_json)
+        asked = AdapterJob(rank=lora_rank, bits=int(bits), length=job.length, batch=1, launch=job)  # type: ignore[arg-type]
+        described |= _adapters(shapes, kind, asked, physical_batch)
+        if as_json:
+            print_json({**chosen, **described.pop("replicated"), **described})
+            return
+        how = f" in {bits} bits, LoRA of rank {lora_rank} with gradient checkpointing"
+        console.print(named + how + run, _costs(described), sep="\n")
+        refused = "" if bits == "16" else "Sharding quantised weights is refused. "
+        console.print(f"{refused}By arithmetic, not measured.", style="dim")
         return
     if bits != "16":
         raise InvalidArgumentError(
             "--bits", expected="--lora-rank beside it: only frozen weights are quantised", got=bits
         )
     estimates: dict[Strategy, Estimate] = {}
-    described: dict[str, dict[str, Any]] = {}
     weak: list[dict[str, Any]] = [{"gpus": count} for count in COUNTS]
     for strategy in STRATEGIES:
-        asked = replace(job, strategy=strategy)
-        most = largest_batch(shapes, kind, asked)
-        one = estimate(shapes, kind, replace(asked, physical_batch=physical_batch or max(1, most)))
+        spread = replace(job, strategy=strategy)
+        most = largest_batch(shapes, kind, spread)
+        one = estimate(shapes, kind, replace(spread, physical_batch=physical_batch or max(1, most)))
         estimates[strategy], described[strategy] = one, _described(most, one)
         scaled = weak_scaling(shapes, kind, one.job, COUNTS, physical_batch=physical_batch)
         for row, each in zip(weak, scaled, strict=True):
             row[strategy] = _efficiency(each)
     if as_json:
         errors = {"time": TIME_ERROR, "memory": MEMORY_ERROR, "exchange": None}
-        chosen = {"model": model, "gpu": kind.name, "largest_relative_error": errors}
+        chosen = {**chosen, "largest_relative_error": errors}
         print_json({**chosen, **described, "weak_scaling": weak})
         return
-    from rich.console import Console
-
-    console = Console()
-    console.print(
-        f"[bold]{model}[/bold], {shapes.parameters:,} parameters, on {gpus} × {kind.name}: "
-        f"batches of {batch_size} samples of {job.length} tokens"
-    )
-    console.print(table(("", *STRATEGIES), _costs(described), words=("",), title="one rank"))
+    console.print(named + run, _costs(described), sep="\n")
     title = "weak scaling: share of a step that is not communication, hidden by nothing or by FSDP"
     shares = [(f"{row['gpus']:,}", *(_share(row[name]) for name in STRATEGIES)) for row in weak]
     console.print(table(("GPUs", *STRATEGIES), shares, title=title))
@@ -151,41 +158,31 @@ def plan(
     )
 
 
-def _plan_adapters(
-    model: str,
-    shapes: ModelShapes,
-    kind: Gpu,
-    job: Job,
-    batch: int | None,
-    rank: int,
-    bits: str,
-    *,
-    as_json: bool,
-) -> None:
-    """Print what one GPU holds while adapters are trained on a frozen model."""
-    from shuffled_dpsgd.scaling import AdapterJob, adapter_memory, largest_adapter_batch
+def _adapters(
+    shapes: ModelShapes, kind: Gpu, job: AdapterJob, batch: int | None
+) -> dict[str, dict[str, Any]]:
+    """What a rank holds and sends while adapters are trained on a frozen model."""
+    from shuffled_dpsgd.scaling import adapter_memory, largest_adapter_batch
+    from shuffled_dpsgd.scaling.adapters import adapter_exchange
 
-    asked = AdapterJob(rank=rank, bits=int(bits), length=job.length, batch=1)  # type: ignore[arg-type]
-    most = largest_adapter_batch(shapes, kind, asked)
-    asked = replace(asked, batch=batch or max(1, most))
-    found = _in_gib(adapter_memory(shapes, asked))
-    if as_json:
-        chosen = {"model": model, "gpu": kind.name, "physical_batch": asked.batch}
-        fits = {"largest_physical_batch": most, "fits": asked.batch <= most}
-        print_json({**chosen, **fits, "memory": found})
-        return
-    from rich.console import Console
-
-    console = Console()
-    console.print(
-        f"[bold]{model}[/bold], {shapes.parameters:,} parameters in {bits} bits, LoRA of rank "
-        f"{rank} with gradient checkpointing: {asked.batch} × {job.length} tokens at once"
-    )
-    title = f"GiB of {kind.memory / GIB:.0f} on one {kind.name}"
-    rows = ((n.removesuffix("_gib").replace("_", " "), f"{v:.2f}") for n, v in found.items())
-    console.print(table(("", title), rows, words=("",)))
-    says = f"At most {most} samples fit" if most else "Not even one sample fits"
-    console.print(f"{says}, with a fifth left free. By arithmetic, not measured.", style="dim")
+    found: dict[str, dict[str, Any]] = {name: {"supported": False} for name in STRATEGIES}
+    for strategy in STRATEGIES if job.bits == 16 else STRATEGIES[:1]:
+        launch = replace(job.launch, strategy=strategy)
+        most = largest_adapter_batch(shapes, kind, replace(job, launch=launch))
+        launch = replace(launch, physical_batch=batch or max(1, most))
+        asked = replace(job, launch=launch, batch=launch.physical_batch)
+        sent, seconds = adapter_exchange(shapes, kind, asked)
+        found[strategy] = {
+            "supported": True,
+            "physical_batch": asked.batch,
+            "largest_physical_batch": most,
+            "fits": asked.batch <= most,
+            "memory": _in_gib(adapter_memory(shapes, asked)),
+            "batches_per_rank": launch.batches[0],
+            "exchange_gib": sent / GIB,
+            "exchange_seconds": seconds,
+        }
+    return found
 
 
 def _described(most: int, one: Estimate) -> dict[str, Any]:
@@ -213,15 +210,20 @@ def _efficiency(one: Estimate) -> dict[str, Any]:
     }
 
 
-def _costs(described: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    both = described.values()
-    for name in described["replicated"]["memory"]:
+def _costs(described: dict[str, dict[str, Any]]) -> Any:
+    """A table of what a rank needs."""
+    named = {name: one for name, one in described.items() if one["supported"]}
+    all_of = [*named.values()]
+    rows: list[tuple[str, ...]] = []
+    for name in all_of[0]["memory"]:
         label = name.removesuffix("_gib").replace("_", " ")
-        yield f"{label}, GiB", *(f"{one['memory'][name]:.2f}" for one in both)
-    yield ()
-    for name, label in SHOWN.items():
+        rows.append((f"{label}, GiB", *(f"{one['memory'][name]:.2f}" for one in all_of)))
+    rows.append(())
+    for name in (name for name in SHOWN if name in all_of[0]):
         always = name in ("fits", "largest_physical_batch")
-        yield label, *(_shown(one[name]) if one["fits"] or always else "–" for one in both)
+        cells = (_shown(one[name]) if one["fits"] or always else "–" for one in all_of)
+        rows.append((SHOWN[name], *cells))
+    return table(("", *named), rows, words=("",), title="one rank")
 
 
 def _shown(value: Any) -> str:

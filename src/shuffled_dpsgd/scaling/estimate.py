@@ -84,6 +84,13 @@ class Job:
         """How many copies of the weights there are."""
         return self.gpus / self.sharers
 
+    @property
+    def batches(self) -> tuple[int, int]:
+        """How many physical batches a rank runs in a logical step, and samples in each."""
+        per_rank = math.ceil(self.logical_batch / self.gpus)
+        batches = max(1, math.ceil(per_rank / self.physical_batch))
+        return batches, min(self.physical_batch, math.ceil(per_rank / batches))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -148,13 +155,10 @@ class Estimate:
 
 def estimate(shapes: ModelShapes, gpu: Gpu, job: Job) -> Estimate:
     """What `job` takes on that many GPUs of a kind."""
-    per_rank = math.ceil(job.logical_batch / job.gpus)
-    batches = max(1, math.ceil(per_rank / job.physical_batch))
-    in_each = min(job.physical_batch, math.ceil(per_rank / batches))
+    batches, in_each = job.batches
     memory = memory_of(shapes, job, batch=in_each)
-    layers, rows = _exchanged_bytes(shapes, job, batches)
-    layer_link, row_link = _links(gpu, job)
-    in_layers = layers / (LINK_SHARE * layer_link)
+    gathered = (2 if job.half else 4) * shapes.parameters
+    sent, in_layers, in_rows = exchange(gpu, job, gathered=gathered, trained=shapes.parameters)
     update = STEP_BYTES_PER_PARAMETER * shapes.parameters / job.sharers / gpu.bandwidth
     return Estimate(
         job=job,
@@ -163,8 +167,8 @@ def estimate(shapes: ModelShapes, gpu: Gpu, job: Job) -> Estimate:
         batches_per_rank=batches,
         compute_seconds=batches * batch_seconds(shapes, gpu, batch=in_each, length=job.length),
         update_seconds=STEP_SECONDS + update,
-        exchange_seconds=in_layers + rows / (LINK_SHARE * row_link),
-        exchange_bytes=layers + rows,
+        exchange_seconds=in_layers + in_rows,
+        exchange_bytes=sent,
         prefetched_seconds=in_layers,
     )
 
@@ -234,15 +238,19 @@ def fewest_gpus(shapes: ModelShapes, gpu: Gpu, job: Job) -> int | None:
     return next((one.gpus for one in counts if largest_batch(shapes, gpu, one)), None)
 
 
-def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> tuple[float, float]:
-    """Bytes that a rank sends in a logical step, by ring algorithms: of layers, and at its end.
+def exchange(gpu: Gpu, job: Job, *, gathered: float, trained: float) -> tuple[float, float, float]:
+    """Bytes that a rank sends in a logical step, by ring algorithms, and seconds that they take:
+    those of layers, while it computes, and those of rows, at its end.
 
-    Sharded: weights before forward and backward, float32 sums after, in every batch. Where there
-    are copies of a model, or of a shard, they add up their sums once.
+    Sharded: `gathered` bytes of weights before forward and backward, float32 sums of the `trained`
+    numbers after, in every batch. Where there are copies of a model, or of a shard, they add up
+    their sums once.
     """
     shards, copies = ((n - 1) / n for n in (job.sharers, job.copies))
-    layers = batches * shards * (2 * (2 if job.half else 4) + 4) * shapes.parameters
-    return layers, 2 * copies * 4 * shapes.parameters / job.sharers
+    layers = job.batches[0] * shards * (2 * gathered + 4 * trained)
+    rows = 2 * copies * 4 * trained / job.sharers
+    for_layers, for_rows = (LINK_SHARE * link for link in _links(gpu, job))
+    return layers + rows, layers / for_layers, rows / for_rows
 
 
 def _links(gpu: Gpu, job: Job) -> tuple[float, float]:

@@ -36,10 +36,14 @@ _FEW = 8
 
 
 class Given(NamedTuple):
-    """The first input of a call: the length of the axis that should be the batch, and its axes."""
+    """The first input of a call: the length of the axis that should be the batch, and its axes.
+
+    It `is_single` if it is one number on several axes.
+    """
 
     length: int
     axes: int
+    is_single: bool = False
 
 
 # What each slot is given, call by call; nothing for a call without inputs.
@@ -150,6 +154,9 @@ class BatchAxisCheck:
         for slot in self._slots:
             given, then = before.get(slot.index, []), after.get(slot.index, [])
             found[slot.index] = _judge(slot, given, then, size, self._found.get(slot.index, []))
+            if late and size > 1 and isinstance(slot, EmbeddingSlot):
+                # Such ids may be a row for all samples, or positions by positions of one token.
+                _refuse_late(slot, [call for call in given if call.is_single], whole)
             if Growth.NONE in found[slot.index]:
                 if late and not slot.shared_by_batch:
                     _refuse_late(slot, given, whole)
@@ -176,7 +183,8 @@ class BatchAxisCheck:
                 return
             x = first_tensor(args, kwargs)
             if x is not None and x.dim() > slot.batch_axis:
-                noted.append(Given(x.shape[slot.batch_axis], x.dim()))
+                is_single = x.dim() > 1 and x.numel() == 1
+                noted.append(Given(x.shape[slot.batch_axis], x.dim(), is_single))
 
         with ExitStack() as hooks:
             for slot in self._slots:

@@ -65,8 +65,8 @@ def reproduce(
         return
     if output.exists() and not output.is_dir():
         raise InvalidArgumentError("--output", expected="a folder", got=str(output))
-    if data is not None:
-        require(data.is_dir(), "--data", "a folder with one of each data set", str(data))
+    is_there = data is None or data.is_dir()
+    require(is_there, "--data", "a folder with one of each data set", str(data))
     expected = f"at least one of {', '.join(REPRODUCTIONS)}, or all"
     require(names, "names", expected, [], "`shuffled-dpsgd reproduce --list` describes them")
     if scale not in SCALES:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import LoopSettings, make_private, rows, train
+from shuffled_dpsgd.training.label_check import LabelCheck
 from training.cases import FixedSampler
 
 RECORDS, WIDTH, CLASSES = 60, 4, 3
@@ -222,3 +223,23 @@ def test_a_word_of_the_first_batch_is_named_and_no_hook_stays() -> None:
     run(private, texts("ids", 1), of_each)
     assert private.ledger.spent == 4
     assert not model.words._forward_pre_hooks
+
+
+def test_a_field_of_zeros_is_not_taken_for_ids_that_the_model_makes_itself() -> None:
+    """BERT makes its own token types, all zero, and so may be the first labels or flags."""
+
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.types, self.flags = nn.Embedding(2, 4), nn.Embedding(9, 4)
+
+        def forward(self, flags: Tensor) -> Tensor:
+            return self.types(torch.zeros_like(flags)) + self.flags(flags.clone())
+
+    records = [torch.tensor([8 * (row > 30)]) for row in range(40)]
+    model, zeros = Typed(), torch.zeros(4, 1, dtype=torch.long)
+    check = LabelCheck(model, rows.survey(records))
+    check.watch([zeros], [0, 1, 2, 3])
+    model(zeros)
+    check.stop()
+    check.check([zeros + 8], [31, 32, 33, 34])

@@ -101,7 +101,8 @@ class LabelCheck:
         itself = [each for each in fields if each[1].data_ptr() == values.data_ptr()]
         known = any(self._rooms.get(key) == room for key, _ in fields)
         others = [each for each in fields if each[0] not in self._rooms and not known]
-        certain = itself or others
+        # Two fields that hold one value each, such as zeros, say nothing of each other.
+        certain = itself or (others if len(values.unique()) > 1 else [])
         for key, _ in certain if len(certain) == 1 else ():
             if key not in self._rooms or room.size < self._rooms[key].size:
                 self._rooms[key] = room

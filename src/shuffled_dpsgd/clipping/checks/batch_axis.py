@@ -36,14 +36,11 @@ _FEW = 8
 
 
 class Given(NamedTuple):
-    """The first input of a call: the length of the axis that should be the batch, and its axes.
-
-    It `is_single` if it is one number on several axes.
-    """
+    """The first input of a call: the length of the axis that should be the batch, and its axes."""
 
     length: int
     axes: int
-    is_single: bool = False
+    is_single: bool = False  # One number alone.
 
 
 # What each slot is given, call by call; nothing for a call without inputs.
@@ -183,8 +180,7 @@ class BatchAxisCheck:
                 return
             x = first_tensor(args, kwargs)
             if x is not None and x.dim() > slot.batch_axis:
-                is_single = x.dim() > 1 and x.numel() == 1
-                noted.append(Given(x.shape[slot.batch_axis], x.dim(), is_single))
+                noted.append(Given(x.shape[slot.batch_axis], x.dim(), x.numel() == 1))
 
         with ExitStack() as hooks:
             for slot in self._slots:

@@ -27,8 +27,7 @@ def follow(
     """Have the gradients of `call` come with the backward of `losses`; False if they cannot.
 
     Of the outputs of an uncompiled forward, those with the shapes of the compiled code's outputs
-    are taken, in order. Of a model compiled in pieces, the outputs of the last piece need not be
-    the model's.
+    are taken, in order. The last of several pieces of compiled code need not return them.
     """
     nodes = list(filter(_is_compiled, nodes_behind(losses.grad_fn, lambda _: False)))
     if len(nodes) != 1:

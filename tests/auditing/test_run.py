@@ -379,6 +379,7 @@ def language_target(**privacy: object) -> AuditTarget:
     )
 
 
+@pytest.mark.slow
 def test_new_tokens_tell_members_of_a_language_model_apart_and_privacy_hides_them() -> None:
     setting = RunSetting(num_gradient_canaries=20, num_input_canaries=40, input_canary="new-token")
     found = audit_one_run(language_target(noise_multiplier=4.0), setting).membership

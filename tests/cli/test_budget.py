@@ -71,6 +71,7 @@ def test_an_adaptive_budget_says_what_share_is_used(tmp_path: Path) -> None:
     assert "adaptive" in invoke("budget", "new", tmp_path / "n", "--delta", 1e-4, *said, code=2)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_its_audit_use_the_folder_s_budget(
     file: Path, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
     assert "resume from the last checkpoint" in said
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_shuffle_of_shards_ends_the_others(launcher: Launcher) -> None:
     """None takes for another's failure that it could not reach it."""
     launcher.start("distributed.shards", "killed_in_a_shuffle", rank=1)

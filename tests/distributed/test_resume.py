@@ -31,7 +31,7 @@ def updates(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "sharded", [False, pytest.param(True, marks=pytest.mark.slow), "2x2", "split"]
+    "sharded", ["split", *(pytest.param(x, marks=pytest.mark.slow) for x in (False, True, "2x2"))]
 )
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(
     launcher: Launcher, tmp_path: Path, sharded: bool | str
@@ -122,8 +122,8 @@ def kill_one_and_resume(
     ("secure", "sharded"),
     [
         (False, False),
-        (False, True),
-        (True, "split"),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, "split", marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(True, "2x2", marks=pytest.mark.slow),
     ],

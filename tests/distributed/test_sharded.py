@@ -25,7 +25,7 @@ SMALL_OR_BERT = pytest.mark.parametrize(
     [
         (2, True, ["gpt2"]),
         (2, "state", ["bert without noise"]),
-        (4, "2x2", ["vit"]),
+        pytest.param(4, "2x2", ["vit"], marks=pytest.mark.slow),
         pytest.param(2, True, NAMES, marks=pytest.mark.slow),
         pytest.param(4, True, NAMES, marks=pytest.mark.slow),
         pytest.param(4, "2x2", NAMES, marks=pytest.mark.slow),
@@ -89,6 +89,7 @@ def test_every_rank_draws_the_noise_of_its_rows(launcher: Launcher, ranks: int) 
         pytest.param(["float32", "bfloat16", "checkpointing"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]) -> None:
     """Of eight blocks: all are checked, and no rank ever has more than two, gradients included."""
     for one in launcher.run(HERE, "unsharded_in_checks", kinds=kinds):
@@ -108,6 +109,7 @@ def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]
             assert found["shards"], "a check left whole weights behind"
 
 
+@pytest.mark.slow
 def test_sums_are_held_a_layer_at_once_and_no_weight_is_gathered_for_them(
     launcher: Launcher,
 ) -> None:
@@ -252,6 +254,7 @@ def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher, n
 
 
 @SMALL_OR_BERT
+@pytest.mark.slow
 def test_sums_of_copies_are_compared_too(launcher: Launcher, name: str) -> None:
     """With a stock backward over all ranks, and after the copies have added up their rows."""
     options = {"name": name, "ranks": 4, "how": "2x2"}
@@ -289,6 +292,7 @@ def test_shards_that_cannot_be_written_leave_nothing(launcher: Launcher, tmp_pat
     assert found[0]["left"] == []
 
 
+@pytest.mark.slow
 def test_the_page_about_several_gpus_runs(launcher: Launcher) -> None:
     """Its blocks on sharding and splitting, on ranks, with a tiny model and its records."""
     page = Path(__file__).parents[2] / "docs" / "distributed.md"

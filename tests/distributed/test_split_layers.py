@@ -54,6 +54,7 @@ def test_every_rank_draws_the_noise_of_its_part(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(3, marks=pytest.mark.slow), None])
+@pytest.mark.slow
 def test_dropout_and_secure_noise(launcher: Launcher, seed: int | None) -> None:
     """What is whole stays the same on all ranks, and the checks can follow."""
     options = {"name": "block with dropout", "splits": True, "seed": seed, "check_rate": 1.0}
@@ -62,6 +63,7 @@ def test_dropout_and_secure_noise(launcher: Launcher, seed: int | None) -> None:
     assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in one["weights"])
 
 
+@pytest.mark.slow
 def test_all_ranks_augment_alike(launcher: Launcher) -> None:
     (alone,) = launcher.run(HERE, "augmented", ranks=1, splits=False)
     for one in launcher.run(HERE, "augmented", splits=True):

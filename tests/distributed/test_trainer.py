@@ -33,6 +33,7 @@ def test_two_ranks_train_what_one_trains(launcher: Launcher, tmp_path: Path) -> 
     assert (both / "checkpoint-6").exists()
 
 
+@pytest.mark.slow
 def test_workers_load_for_ranks_of_which_some_have_nothing(
     launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def trained(
     return copy.deepcopy(task.model.state_dict()), sizes, claim.epsilon
 
 
+@pytest.mark.slow
 def test_views_follow_the_seed_and_leave_sampling_and_accounting_alone() -> None:
     pytest.importorskip("sklearn")
     (plain, sizes, epsilon), (once, *rest), (again, *_) = trained(0), trained(2), trained(2)

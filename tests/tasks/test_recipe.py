@@ -139,6 +139,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:the most frequent row")
+@pytest.mark.slow
 def test_the_plan_the_card_and_the_report_say_what_was_chosen(
     arguments: list[str], tmp_path: Path
 ) -> None:

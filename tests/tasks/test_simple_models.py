@@ -108,6 +108,7 @@ def test_elsewhere_it_is_named_only_where_it_won_on_record(
 
 
 @pytest.mark.parametrize("found", one_in(2, [(0.1, True), (8.0, False)]))
+@pytest.mark.slow
 def test_the_verb_names_a_linear_model_where_it_won_everywhere(found: tuple[float, bool]) -> None:
     epsilon, said = found
     sizes = ("--dataset-size", 67349, "--batch-size", 1000, "--epochs", 3, "--dimension", 22713986)
@@ -117,6 +118,7 @@ def test_the_verb_names_a_linear_model_where_it_won_everywhere(found: tuple[floa
     assert ("a linear model won in all our runs" in " ".join(result.stdout.split())) == said
 
 
+@pytest.mark.slow
 def test_advice_on_the_digits_at_a_small_and_at_a_large_budget() -> None:
     pytest.importorskip("sklearn")
     config = digits.default_config()

@@ -64,6 +64,7 @@ def test_banded_noise_is_in_the_table_where_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.97, 0.995])
+@pytest.mark.slow
 def test_the_table_refuses_banded_noise_where_a_run_does(
     ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

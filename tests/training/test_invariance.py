@@ -37,7 +37,7 @@ def start(case: Case, **changes: Any) -> Any:
     ("privacy", "scope"),
     [
         pytest.param(PRIVATE, "full", id="dp-full"),
-        pytest.param(NON_PRIVATE, "paper", id="non-dp-paper"),
+        pytest.param(NON_PRIVATE, "paper", id="non-dp-paper", marks=pytest.mark.slow),
         pytest.param(PRIVATE, "paper", id="dp-paper", marks=pytest.mark.slow),
         pytest.param(NON_PRIVATE, "full", id="non-dp-full", marks=pytest.mark.slow),
     ],

@@ -201,6 +201,7 @@ def masked_words(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("collate", [RandomCrops(), masked_words])
+@pytest.mark.slow
 def test_healthy_random_collates_pass(collate: Any) -> None:
     private = start(mlp(), check_rate=1.0, num_steps=20)
     run(private, vectors(count=RECORDS), collate=collate)
@@ -226,6 +227,7 @@ def test_what_worker_processes_load_is_tested_in_one() -> None:
     stops_before_the_first_release(start(mlp()), InWorkers(*data.tensors), num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_healthy_loader_of_workers_passes_and_its_findings_come_back() -> None:
     private = start(mlp(), num_steps=2)
     run(private, vectors(count=RECORDS), num_workers=1)

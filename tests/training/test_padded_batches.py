@@ -65,6 +65,7 @@ def trained(
     return weights(private.model)
 
 
+@pytest.mark.slow
 def test_padded_and_sorted_runs_end_where_plain_ones_do() -> None:
     wanted = trained(private_bert(physical_batch_size=1))
     found = {

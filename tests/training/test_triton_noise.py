@@ -70,6 +70,7 @@ def test_every_number_is_that_of_its_key_and_place() -> None:
         )
 
 
+@pytest.mark.slow
 def test_small_words_have_their_low_bits_too() -> None:
     """Where A is a small number, the radius depends on B: the tail is as fine as the centre."""
     words = streams.words(KEY, 0, 1 << 20) & 0x7FFFFFFF
@@ -133,6 +134,7 @@ def test_a_release_is_the_definition_s(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(on_device[name].cpu(), expected, atol=3e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_trial_sees_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     try_kernel(torch.device(DEVICE))
 

@@ -42,6 +42,7 @@ def bound(report: AuditReport, label: str, method: str = "clopper-pearson") -> f
         ("re-alignment against W_t (random-direction)", 4.8, 6.3),
     ],
 )
+@pytest.mark.slow
 def test_the_papers_noise(paper_step: AuditReport, label: str, low: float, high: float) -> None:
     assert low <= bound(paper_step, label) <= high
 

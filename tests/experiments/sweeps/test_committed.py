@@ -88,6 +88,7 @@ def test_what_the_page_quotes_of_ghost_clipping_and_mixopt_was_printed() -> None
     assert f"the paper's {ghost} and {mixopt} BLEU for them (DART, ε = 0.5)" in page
 
 
+@pytest.mark.slow
 def test_ghost_clipping_and_mixopt_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where inputs are so long that MixOpt keeps gradients, which is pretended here."""
     pytest.importorskip("sklearn")

@@ -224,6 +224,7 @@ def record(score: float) -> dict[str, Any]:
     return {**names, "score": score, "certified": None, "paper": None}
 
 
+@pytest.mark.slow
 def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     tasks = Tasks()

@@ -114,6 +114,7 @@ def test_a_search_counts_once_and_says_nothing_of_its_number(tmp_path: Path) -> 
     assert found.together() == claim_together([search] * 2, 1e-5)
 
 
+@pytest.mark.slow
 def test_runs_that_are_counted_together_follow_no_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ def test_what_no_budget_covers_is_refused_on_reading(changes: Any, named: str) -
         parse_sweep({**RAW, "run": run, **changes})
 
 
+@pytest.mark.slow
 def test_a_search_is_one_result_with_its_own_price(tmp_path: Path) -> None:
     linear = {"model": {"name": "linear-digits"}}
     raw = laid_over(SEARCH, {"tuning": {"best_of": 1.5}, "run": linear})

@@ -193,15 +193,19 @@ def test_who_is_kept_has_nothing_to_do_with_who_else_was_drawn(seed: int | None)
     streams = RandomStreams(seed=seed)
     known: dict[str, Any] = {"dataset_size": 400, "sampling_prob": 0.05, "streams": streams}
     cut, free = PoissonSampler(**known, largest_batch=20), PoissonSampler(**known)
-    gaps: dict[bool, list[int]] = {True: [], False: []}
+    # Within each draw: larger draws have smaller gaps, and keep fewer of their records.
+    found, variance, left_out = 0.0, 0.0, 0
     for step in range(1500):
-        kept, whole = set(cut.indices(step).tolist()), free.indices(step).tolist()
-        for before, record in itertools.pairwise(whole) if len(whole) > 20 else ():
-            gaps[record in kept].append(record - before)
-    apart = np.mean(gaps[True]) - np.mean(gaps[False])
-    error = math.sqrt(sum(np.var(each) / len(each) for each in gaps.values()))
-    assert min(map(len, gaps.values())) > 500
-    assert abs(apart) < 5.0 * error
+        kept, whole = set(cut.indices(step).tolist()), free.indices(step).numpy()
+        if len(whole) <= 20:
+            continue
+        gaps = np.diff(whole).astype(float)
+        out = np.array([record not in kept for record in whole[1:].tolist()])
+        found += float((gaps - gaps.mean())[out].sum())
+        variance += out.sum() * (len(out) - out.sum()) / (len(out) - 1) * gaps.var()
+        left_out += int(out.sum())
+    assert left_out > 500
+    assert abs(found) < 5.0 * math.sqrt(variance)
 
 
 def log_ratios(present: bool, *, q: float, most: int, noise: float, trials: int) -> np.ndarray:

@@ -89,7 +89,16 @@ def test_the_row_of_plain_kernels_is_its_record() -> None:
         ", ".join(f"{core[name, 'plain' + at] / core[name, 'ours' + at]:.2f}" for at in ENDS)
         for name in re.findall(r"`([a-z-]+-\d+x\d+)`", row[3])
     ]
-    assert (row[1], row[4]) == (f"`{record['commit']}`", "; ".join(found))
+    later = json.loads((path.parent / "2026-11-20-cpu-before.json").read_text(encoding="utf-8"))
+    assert row[1] == f"`{record['commit']}`, `{later['commit']}`"
+    assert row[4] == "; ".join(found)
+    (again,) = (
+        entry
+        for entry in later["measurements"]
+        if (entry["workload"], entry["adapter"]) == ("bert-small-8x64", "ours")
+    )
+    of_before = statistics.median(again["round_ratios"]["ours@before"])
+    assert f"the latter at {of_before:.2f} of `{later['before']}`" in row[3]
 
 
 def test_the_comparison_with_opake_is_its_record() -> None:

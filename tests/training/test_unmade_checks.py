@@ -617,3 +617,18 @@ def test_unpadding_with_other_lengths_is_exact_or_stopped(even_first: bool, move
     # Samples of equal lengths stay where they are, whichever lengths they are given.
     assert private.ledger.spent <= (1 if even_first else 0) or not moves
     assert refusals or private.ledger.spent == 8
+
+
+def test_a_collate_that_takes_no_record_twice_is_not_checked_on_larger_batches() -> None:
+    def distinct(samples: list[Any]) -> Any:
+        rows = [tuple(x.tolist()) for x, _ in samples]
+        if len({*rows}) < len(rows):
+            raise ValueError("the same record twice")
+        return default_collate(samples)
+
+    private = start(mlp(), num_steps=1, physical_batch_size=100)
+    run(private, vectors(count=RECORDS), collate=distinct)
+    assert ROW in str(private.card())
+    private = start(mlp(), num_steps=1, physical_batch_size=100)
+    run(private, vectors(count=RECORDS))
+    assert ROW not in str(private.card())

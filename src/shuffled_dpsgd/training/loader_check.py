@@ -179,11 +179,12 @@ class LoaderCheck(Dataset[Any]):
             rows = len(stage.items)
             if first and 0 < rows < self.turns.up_to:
                 # What is done to large batches only: the same records, several times.
-                times = -(-self.turns.up_to // rows)
-                larger = stage._replace(items=(stage.items * times)[: self.turns.up_to])
+                more = stage.items * -(-self.turns.up_to // rows)
+                larger = stage._replace(items=more[: self.turns.up_to])
                 try:
                     self._made(larger, larger.items, 0, RandomStates.now(self._own))
-                except Exception:  # What collates need not take the same record twice.
+                except Exception:  # It need not take the same record twice; the card says so.
+                    self._unseen.add((stage.name, "larger"))
                     continue
                 self._try_all(larger, part, kind, thorough=False)
 

@@ -70,11 +70,7 @@ for _name in ("neg", "pos", "abs", "round"):
 
 
 def plain(number: float) -> float:
-    """The number without its guard, for code that shows something and decides nothing.
-
-    >>> type(plain(Unnoised(0.25))).__name__
-    'float'
-    """
+    """The number without its guard, for code that shows something and decides nothing."""
     return float.__pos__(number)
 
 
